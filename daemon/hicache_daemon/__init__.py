@@ -1,0 +1,1 @@
+"""hicached: the sidecar that decides, and the command line beside it."""

@@ -1,0 +1,1 @@
+"""Ids, errors, limits, clock and units. Imports nothing of ours."""

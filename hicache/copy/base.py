@@ -1,0 +1,67 @@
+"""What a mover is, and where fences are written."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """How to address one cache group in both tiers.
+
+    L2: block at byte offset o holds its layers in group order, each `block_layer_bytes` long and contiguous
+    (`page_first_direct`). L1: `layer_offsets[i] + start·block_stride + Σ axis`, runs of `run_bytes`.
+    """
+
+    layers: tuple[int, ...]  # model layer index of each layer of the group
+    block_layer_bytes: int
+    layer_offsets: tuple[int, ...]
+    blocks: int
+    block_stride: int
+    axes: tuple[tuple[int, int], ...]  # (count, stride in bytes), outer to inner
+    run_bytes: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Block pairs of one group: L2 byte offsets (int64) and L1 starts (int32), equally long."""
+
+    group: int
+    l2_offsets: npt.NDArray[np.int64]
+    l1_starts: npt.NDArray[np.int32]
+
+
+class FenceWriter(Protocol):
+    """The daemon's end of one fence slot."""
+
+    def running(self) -> None: ...
+    def layers_done(self, count: int) -> None:
+        """`count` layers, in model order and of every group, are complete. Called after their bytes."""
+        ...
+
+    def done(self) -> None: ...
+    def failed(self, code: str) -> None: ...
+
+
+class Mover(Protocol):
+    """Moves pages for one device. Thread-safe; `copy` returns when neither end is touched any more."""
+
+    def copy(
+        self,
+        pool: Bytes,
+        geometry: tuple[GroupGeometry, ...],
+        transfers: tuple[Transfer, ...],
+        to_l1: bool,
+        fence: FenceWriter,
+    ) -> None:
+        """Copy all pairs, layer by layer in model order, telling `fence` after each layer.
+
+        Raises `HiCacheError(TRANSFER_FAILED)` or `HiCacheError(OUT_OF_RANGE)`; the fence is then left to the
+        caller. Cancellation: `cancel` of the concrete mover.
+        """
+        ...

@@ -1,0 +1,230 @@
+"""Every message between a client and the daemon: a closed tagged union, validated at decode.
+
+Token ids and block lists travel beside the body as raw little-endian int32 frames; a message states how
+many int32 each of its frames must hold, in the order of its `*_count` fields, so that a lying length is seen.
+
+    client                               daemon
+      | lifeline: Attach + pool fd, fence fd (unix socket; its EOF is the death of the client)
+      | Hello ------------------------------> |
+      | <--------------- Welcome | Refuse     |
+      | Lookup ---- tokens -----------------> |
+      | <--------------------------- Match    |   the match is leased: its pages stay
+      | Load ---- blocks -------------------> |
+      | <------------------------ Accepted    |   layer by layer: fence words, then Done
+      | <---------------------------- Done    |
+      | Store ---- tokens, blocks ----------> |
+      | <------------------------ Accepted    |
+      | <---------------------------- Done    |   source blocks may be reused, pages are visible
+"""
+
+from typing import Literal
+
+import msgspec
+
+from hicache.spec.layout import L1Layout
+from hicache.spec.model import ModelSpec, ShardSpec
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+    pass
+
+
+class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of a namespace that may differ from request to request.
+
+    `lora` is the adapter's content digest or unique id, never only its display name. `multimodal` are full
+    content digests of the images, audio … in the prompt, in order, each with its token position.
+    """
+
+    salt: str = ""
+    lora: str = ""
+    multimodal: tuple[tuple[int, bytes], ...] = ()
+
+
+# ---- client to daemon -------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Open a session. `instance` is the client's random id, `epoch` grows with each of its incarnations."""
+
+    versions: tuple[int, ...]
+    instance: bytes  # 16 bytes, the one that Attach carried
+    epoch: int
+    model: ModelSpec
+    layout: L1Layout
+    shard: ShardSpec = ShardSpec()
+    tenant: str = "default"
+    credential: str = ""
+    engine: str = ""  # free text for status pages, e.g. "transformers 5.19"
+
+
+class Lookup(_Message, frozen=True, tag="lookup"):
+    """How far is this prompt known? Frame 0: `tokens` int32.
+
+    With `lease` the resumable pages are kept until Release, Goodbye, death or an unrenewed expiry; without
+    it this is a probe and touches neither recency nor leases. `limit_tokens` caps the resumable length.
+    """
+
+    tokens_count: int
+    limit_tokens: int
+    lease: bool = True
+    scope: Scope = Scope()
+
+
+class Extend(_Message, frozen=True, tag="extend"):
+    """Look further along a leased sequence. Frame 0: the tokens that follow those of the lease."""
+
+    lease: int
+    tokens_count: int
+    limit_tokens: int
+
+
+class Prefetch(_Message, frozen=True, tag="prefetch"):
+    """Bring what L3 has of this prompt to L2. Frame 0: tokens. Answered Accepted, then Done."""
+
+    tokens_count: int
+    scope: Scope = Scope()
+
+
+class Load(_Message, frozen=True, tag="load"):
+    """Copy leased pages into L1. One frame per cache group, in the model's order: for each page from
+    `first_page` on, the L1 starts (group.block_tokens each) it goes to. Progress shows in `fence`."""
+
+    lease: int
+    first_page: int
+    blocks_count: tuple[int, ...]
+    fence: int
+    generation: int
+
+
+class Store(_Message, frozen=True, tag="store"):
+    """Offer pages `first_page …` of this sequence. Frame 0: all tokens from position 0 to the end of the
+    last page offered; then one frame per group as in Load. The source blocks stay untouched until Done."""
+
+    tokens_count: int
+    first_page: int
+    blocks_count: tuple[int, ...]
+    fence: int
+    generation: int
+    scope: Scope = Scope()
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """Keep these leases; with none, a heartbeat. Answered Done with the number of leases still held."""
+
+    leases: tuple[int, ...] = ()
+
+
+class Release(_Message, frozen=True, tag="release"):
+    """Give leases back. Idempotent: unknown ones are no error. Answered Done."""
+
+    leases: tuple[int, ...]
+
+
+class Describe(_Message, frozen=True, tag="describe"):
+    """Ask for the daemon's state; needs no session. `what` selects the part."""
+
+    what: Literal["status", "config", "l2", "l3", "sessions"] = "status"
+
+
+class Goodbye(_Message, frozen=True, tag="goodbye"):
+    """Close the session and everything it owns. Answered Done."""
+
+
+ClientMessage = Hello | Lookup | Extend | Prefetch | Load | Store | Renew | Release | Describe | Goodbye
+
+# ---- daemon to client -------------------------------------------------------------------------------
+
+
+class ClientLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bounds that concern a client; all hard."""
+
+    requests_in_flight: int
+    tokens_per_request: int
+    body_bytes: int
+    buffer_bytes: int
+    leases_per_session: int
+    lease_ttl_s: float
+    session_silence_s: float
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    version: int
+    session: int
+    limits: ClientLimits
+    features: tuple[str, ...] = ()
+
+
+class Refuse(_Message, frozen=True, tag="refuse"):
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+class Match(_Message, frozen=True, tag="match"):
+    """`known_tokens`: to the token. `resumable_tokens`: to the page, of which `l2_tokens + l3_tokens` is the
+    whole. `pending_tokens`: beyond the resumable, being written right now. `lease` is 0 if none was taken."""
+
+    lease: int
+    known_tokens: int
+    resumable_tokens: int
+    l2_tokens: int
+    l3_tokens: int
+    pending_tokens: int = 0
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    """Work has begun. `pages`: how many it moves (a Store moves only those that are missing)."""
+
+    ticket: int
+    pages: int
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """The last word on a request. `pages` were moved (Load, Store, Prefetch) or `count` were held (Renew)."""
+
+    ticket: int = 0
+    pages: int = 0
+    count: int = 0
+
+
+class Busy(_Message, frozen=True, tag="busy"):
+    retry_after_s: float
+    reason: str = ""
+
+
+class Error(_Message, frozen=True, tag="error"):
+    """The request had no effect, or its effect was undone."""
+
+    code: str
+    message: str
+    remedy: str = ""
+
+
+class Description(_Message, frozen=True, tag="description"):
+    """`data` is JSON with `schema_version` first."""
+
+    data: msgspec.Raw
+
+
+DaemonMessage = Welcome | Refuse | Match | Accepted | Done | Busy | Error | Description
+
+# ---- lifeline (unix SOCK_SEQPACKET beside the ZeroMQ socket) ----------------------------------------
+
+
+class Attach(_Message, frozen=True, tag="attach"):
+    """First packet on the lifeline, with two file descriptors by SCM_RIGHTS: the L1 pool and the fence area.
+
+    Both are memfds sealed against shrinking, else a client could make the daemon fault."""
+
+    instance: bytes
+    epoch: int
+    pool_bytes: int
+    fence_slots: int
+
+
+class Attached(_Message, frozen=True, tag="attached"):
+    boot: int
+
+
+LifelineMessage = Attach | Attached | Refuse
