@@ -1,0 +1,175 @@
+"""Model, group, shard and layout specs: what adds up is accepted, what does not is named."""
+
+import msgspec
+import pytest
+
+from hicache.base.errors import ErrorCode, HiCacheError
+from hicache.spec.group import GroupSpec
+from hicache.spec.layout import Axis, GroupLayout, L1Layout, check_layout
+from hicache.spec.model import ModelSpec, RopeSpec, ShardSpec
+
+
+def group(**changes: object) -> GroupSpec:
+    base = GroupSpec("full", "full", (0, 1), kv_heads=3, head_dim=64, dtype="float32", block_tokens=16)
+    return msgspec.structs.replace(base, **changes)
+
+
+def model(**changes: object) -> ModelSpec:
+    base = ModelSpec("m", "r1", (group(),), 16, RopeSpec("default", 10_000.0, 64))
+    return msgspec.structs.replace(base, **changes)
+
+
+def paged_layout(spec: GroupSpec, blocks: int = 8) -> L1Layout:
+    size = spec.block_layer_bytes()
+    offsets = tuple(i * blocks * size for i in range(len(spec.layers)))
+    lay = GroupLayout(spec.name, offsets, blocks, size, (), size)
+    return L1Layout(len(offsets) * blocks * size, (lay,))
+
+
+def test_block_bytes_follow_the_formula() -> None:
+    assert group().block_layer_bytes() == 2 * 16 * 3 * 64 * 4
+    assert group().block_bytes() == 2 * group().block_layer_bytes()
+    assert group(dtype="bfloat16").block_layer_bytes() * 2 == group().block_layer_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": ""}, "name"),
+        ({"layers": ()}, "layers"),
+        ({"layers": (1, 0)}, "layers"),
+        ({"layers": (0, 0)}, "layers"),
+        ({"layers": (-1, 0)}, "layers"),
+        ({"kv_heads": 0}, "kv_heads"),
+        ({"head_dim": -1}, "head_dim"),
+        ({"dtype": "float99"}, "dtype"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"window": 5}, "window"),
+    ],
+)
+def test_a_bad_group_names_the_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(HiCacheError) as caught:
+        group(**changes).check()
+    assert caught.value.code is ErrorCode.BAD_SPEC
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(("kind", "window"), [("sliding", 128), ("latent", 0), ("state", 0)])
+def test_kinds_not_carried_yet_are_refused_with_a_remedy(kind: str, window: int) -> None:
+    with pytest.raises(HiCacheError) as caught:
+        group(kind=kind, window=window).check()
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": ""}, "name"),
+        ({"revision": "x" * 600}, "revision"),
+        ({"prefix_granularity": 0}, "prefix_granularity"),
+        ({"groups": ()}, "groups"),
+        ({"groups": (group(), group(name="b"))}, "more than one group"),
+        ({"groups": (group(), group(layers=(2,)))}, "names must differ"),
+        ({"prefix_granularity": 24}, "block_tokens 16"),
+    ],
+)
+def test_a_bad_model_says_what_is_wrong(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(HiCacheError, match=text) as caught:
+        model(**changes).check()
+    assert caught.value.code is ErrorCode.BAD_SPEC
+
+
+def test_a_model_may_mix_granularities() -> None:
+    fine, coarse = group(name="fine", block_tokens=16), group(name="coarse", layers=(2,), block_tokens=128)
+    model(groups=(fine, coarse), prefix_granularity=64).check()
+
+
+def test_too_many_groups_or_layers_are_refused() -> None:
+    with pytest.raises(HiCacheError, match="groups"):
+        model().check(max_groups=0)
+    with pytest.raises(HiCacheError, match="layers"):
+        model().check(max_layers=1)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_a_shard_rank_stays_below_its_size(axis: str) -> None:
+    ShardSpec(**{f"{axis}_rank": 1, f"{axis}_size": 2}).check()
+    for rank, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(HiCacheError, match=axis):
+            ShardSpec(**{f"{axis}_rank": rank, f"{axis}_size": size}).check()
+
+
+def test_fingerprint_sees_every_field() -> None:
+    specs = [
+        model(),
+        model(name="n"),
+        model(revision="r2"),
+        model(groups=(group(dtype="float16"),)),
+        model(groups=(group(kv_heads=1),)),
+        model(groups=(group(layers=(0,)),)),
+        model(groups=(group(block_tokens=8),)),
+        model(prefix_granularity=32),
+        model(rope=RopeSpec("default", 10_001.0, 64)),
+        model(rope=RopeSpec("default", 10_000.0, 64, pairing="interleaved")),
+    ]
+    prints = {spec.fingerprint() for spec in specs}
+    assert len(prints) == len(specs)
+    assert all(len(p) == 32 for p in prints)
+
+
+def test_a_layout_that_fits_exactly_is_accepted() -> None:
+    check_layout(model(), paged_layout(group()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"layer_offsets": (0,)}, "layer_offsets"),
+        ({"blocks": 9}, "past pool_bytes"),
+        ({"blocks": 0}, "blocks"),
+        ({"blocks": -1}, "blocks"),
+        ({"block_stride": 0}, "block_stride"),
+        ({"block_stride": 1 << 60}, "block_stride"),
+        ({"run_bytes": 4}, "axes"),
+        ({"run_bytes": -24576}, "axes"),
+        ({"layer_offsets": (-4, 0)}, "ends at"),
+        ({"layer_offsets": (0, 1 << 40)}, "past pool_bytes"),
+        ({"axes": (Axis(1 << 40, 0),)}, "axis"),
+        ({"axes": (Axis(1, -8),)}, "axis"),
+        ({"axes": (Axis(1, 0),) * 5}, "at most 4"),
+    ],
+)
+def test_a_layout_that_lies_is_refused(changes: dict[str, object], text: str) -> None:
+    good = paged_layout(group())
+    bad = msgspec.structs.replace(good.groups[0], **changes)
+    with pytest.raises(HiCacheError, match=text) as caught:
+        check_layout(model(), L1Layout(good.pool_bytes, (bad,)))
+    assert caught.value.code is ErrorCode.BAD_SPEC
+
+
+def test_a_layout_must_name_the_models_groups_and_a_sane_pool() -> None:
+    good = paged_layout(group())
+    with pytest.raises(HiCacheError, match="differ from the model"):
+        check_layout(model(), L1Layout(good.pool_bytes, ()))
+    for size in (0, -1, 1 << 50):
+        with pytest.raises(HiCacheError, match="pool_bytes"):
+            check_layout(model(), L1Layout(size, good.groups))
+
+
+def test_strided_starts_may_overlap_but_not_leave_the_pool() -> None:
+    spec, tokens = group(layers=(0,)), 100
+    row = spec.head_dim * 4
+    head, kv = tokens * row, 3 * tokens * row
+    lay = GroupLayout("full", (0,), tokens - 15, row, (Axis(2, kv), Axis(3, head)), 16 * row)
+    check_layout(model(groups=(spec,)), L1Layout(2 * kv, (lay,)))
+    with pytest.raises(HiCacheError, match="past pool_bytes"):
+        check_layout(model(groups=(spec,)), L1Layout(2 * kv, (msgspec.structs.replace(lay, blocks=tokens - 14),)))
+
+
+def test_layout_fingerprint_sees_byte_order_only() -> None:
+    good = paged_layout(group())
+    wide = paged_layout(group(), blocks=16)
+    assert good.fingerprint() == wide.fingerprint()
+    turned = msgspec.structs.replace(good.groups[0], order="kv,token,head,dim")
+    assert L1Layout(good.pool_bytes, (turned,)).fingerprint() != good.fingerprint()
