@@ -13,7 +13,7 @@ class Limits:
     tokens_per_request: int = 4 * 1024 * 1024
     body_bytes: int = 1 * 1024 * 1024  # the MessagePack body of one message
     buffer_bytes: int = 32 * 1024 * 1024  # one raw buffer frame
-    buffers: int = 8  # raw buffer frames per message
+    buffers: int = 17  # raw buffer frames per message: tokens and one per group
     groups: int = 16
     layers: int = 1024
     pool_bytes: int = 1 << 46

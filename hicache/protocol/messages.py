@@ -17,12 +17,15 @@ many int32 each of its frames must hold, in the order of its `*_count` fields, s
       | <---------------------------- Done    |   source blocks may be reused, pages are visible
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from hicache.spec.layout import L1Layout
 from hicache.spec.model import ModelSpec, ShardSpec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # checked at decode: no reader meets a negative
+Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -38,7 +41,7 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     salt: str = ""
     lora: str = ""
-    multimodal: tuple[tuple[int, bytes], ...] = ()
+    multimodal: tuple[tuple[Count, bytes], ...] = ()
 
 
 # ---- client to daemon -------------------------------------------------------------------------------
@@ -47,9 +50,9 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(_Message, frozen=True, tag="hello"):
     """Open a session. `instance` is the client's random id, `epoch` grows with each of its incarnations."""
 
-    versions: tuple[int, ...]
-    instance: bytes  # 16 bytes, the one that Attach carried
-    epoch: int
+    versions: tuple[Count, ...]
+    instance: Instance  # the one that Attach carried
+    epoch: Count
     model: ModelSpec
     layout: L1Layout
     shard: ShardSpec = ShardSpec()
@@ -65,8 +68,8 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     it this is a probe and touches neither recency nor leases. `limit_tokens` caps the resumable length.
     """
 
-    tokens_count: int
-    limit_tokens: int
+    tokens_count: Count
+    limit_tokens: Count
     lease: bool = True
     scope: Scope = Scope()
 
@@ -74,15 +77,15 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 class Extend(_Message, frozen=True, tag="extend"):
     """Look further along a leased sequence. Frame 0: the tokens that follow those of the lease."""
 
-    lease: int
-    tokens_count: int
-    limit_tokens: int
+    lease: Count
+    tokens_count: Count
+    limit_tokens: Count
 
 
 class Prefetch(_Message, frozen=True, tag="prefetch"):
     """Bring what L3 has of this prompt to L2. Frame 0: tokens. Answered Accepted, then Done."""
 
-    tokens_count: int
+    tokens_count: Count
     scope: Scope = Scope()
 
 
@@ -90,35 +93,35 @@ class Load(_Message, frozen=True, tag="load"):
     """Copy leased pages into L1. One frame per cache group, in the model's order: for each page from
     `first_page` on, the L1 starts (group.block_tokens each) it goes to. Progress shows in `fence`."""
 
-    lease: int
-    first_page: int
-    blocks_count: tuple[int, ...]
-    fence: int
-    generation: int
+    lease: Count
+    first_page: Count
+    blocks_count: tuple[Count, ...]
+    fence: Count
+    generation: Count
 
 
 class Store(_Message, frozen=True, tag="store"):
     """Offer pages `first_page …` of this sequence. Frame 0: all tokens from position 0 to the end of the
     last page offered; then one frame per group as in Load. The source blocks stay untouched until Done."""
 
-    tokens_count: int
-    first_page: int
-    blocks_count: tuple[int, ...]
-    fence: int
-    generation: int
+    tokens_count: Count
+    first_page: Count
+    blocks_count: tuple[Count, ...]
+    fence: Count
+    generation: Count
     scope: Scope = Scope()
 
 
 class Renew(_Message, frozen=True, tag="renew"):
     """Keep these leases; with none, a heartbeat. Answered Done with the number of leases still held."""
 
-    leases: tuple[int, ...] = ()
+    leases: tuple[Count, ...] = ()
 
 
 class Release(_Message, frozen=True, tag="release"):
     """Give leases back. Idempotent: unknown ones are no error. Answered Done."""
 
-    leases: tuple[int, ...]
+    leases: tuple[Count, ...]
 
 
 class Describe(_Message, frozen=True, tag="describe"):
@@ -139,18 +142,18 @@ ClientMessage = Hello | Lookup | Extend | Prefetch | Load | Store | Renew | Rele
 class ClientLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bounds that concern a client; all hard."""
 
-    requests_in_flight: int
-    tokens_per_request: int
-    body_bytes: int
-    buffer_bytes: int
-    leases_per_session: int
+    requests_in_flight: Count
+    tokens_per_request: Count
+    body_bytes: Count
+    buffer_bytes: Count
+    leases_per_session: Count
     lease_ttl_s: float
     session_silence_s: float
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    version: int
-    session: int
+    version: Count
+    session: Count
     limits: ClientLimits
     features: tuple[str, ...] = ()
 
@@ -165,27 +168,27 @@ class Match(_Message, frozen=True, tag="match"):
     """`known_tokens`: to the token. `resumable_tokens`: to the page, of which `l2_tokens + l3_tokens` is the
     whole. `pending_tokens`: beyond the resumable, being written right now. `lease` is 0 if none was taken."""
 
-    lease: int
-    known_tokens: int
-    resumable_tokens: int
-    l2_tokens: int
-    l3_tokens: int
-    pending_tokens: int = 0
+    lease: Count
+    known_tokens: Count
+    resumable_tokens: Count
+    l2_tokens: Count
+    l3_tokens: Count
+    pending_tokens: Count = 0
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
     """Work has begun. `pages`: how many it moves (a Store moves only those that are missing)."""
 
-    ticket: int
-    pages: int
+    ticket: Count
+    pages: Count
 
 
 class Done(_Message, frozen=True, tag="done"):
     """The last word on a request. `pages` were moved (Load, Store, Prefetch) or `count` were held (Renew)."""
 
-    ticket: int = 0
-    pages: int = 0
-    count: int = 0
+    ticket: Count = 0
+    pages: Count = 0
+    count: Count = 0
 
 
 class Busy(_Message, frozen=True, tag="busy"):
@@ -217,14 +220,14 @@ class Attach(_Message, frozen=True, tag="attach"):
 
     Both are memfds sealed against shrinking, else a client could make the daemon fault."""
 
-    instance: bytes
-    epoch: int
-    pool_bytes: int
-    fence_slots: int
+    instance: Instance
+    epoch: Count
+    pool_bytes: Count
+    fence_slots: Count
 
 
 class Attached(_Message, frozen=True, tag="attached"):
-    boot: int
+    boot: int  # the boot id, any u64
 
 
 LifelineMessage = Attach | Attached | Refuse
