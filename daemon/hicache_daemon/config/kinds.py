@@ -20,7 +20,7 @@ _DURATION_PATTERN = rf"^({_NUMBER}(us|ms|s|m|h|d)|0)$"
 
 
 def _reads(parse: Callable[[str], float]) -> BeforeValidator:
-    """Text becomes a number; a bare number is handed to the parser, which asks for a unit, when it comes from text."""
+    """Text becomes a number. A bare number that comes from text goes to the parser too, which asks for a unit."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         bare = type(value) in {int, float} and bool(info.context and info.context.get("from_text"))

@@ -1,0 +1,238 @@
+"""Checks across keys and against the machine. Fatal findings stop a start; the others are told and passed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hicache.base.ids import TOKEN_BYTES
+from hicache.base.units import approx_size, format_duration, format_size
+from hicache_daemon.config.model import Settings
+
+SOCKET_NAMES = ("control.sock", "lifeline.sock")
+SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its terminating zero
+HUGEPAGE_BYTES = {"2MiB": 2 << 20, "1GiB": 1 << 30}
+TENANT_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the machine allows, in bytes. `memory_limit` is the smaller of physical memory and the cgroup's."""
+
+    memory_limit: int
+    memory_available: int
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`keys[0]` is the key to blame; the others take part in it."""
+
+    fatal: bool
+    keys: tuple[str, ...]
+    message: str
+    remedy: str
+
+
+def _meminfo() -> dict[str, int]:
+    facts = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2:
+            facts[name] = int(words[0]) * 1024
+    return facts
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such controller, or "max"
+        return None
+
+
+def _cgroup() -> tuple[int | None, int | None]:
+    """Limit and use in bytes of this process's memory cgroup, v2 or v1, the tightest up the tree."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None, None
+    best: tuple[int | None, int | None] = (None, None)
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in {"", "memory"} and "memory" not in controllers.split(","):
+            continue
+        base = root if controllers == "" else root / "memory"
+        names = (
+            ("memory.max", "memory.current")
+            if controllers == ""
+            else (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        )
+        folder = base / name.lstrip("/")
+        while True:
+            limit = _read_int(folder / names[0])
+            if limit is not None and (best[0] is None or limit < best[0]):
+                best = (limit, _read_int(folder / names[1]))
+            if folder in {base, folder.parent}:
+                break
+            folder = folder.parent
+    return best
+
+
+def read_host() -> HostFacts:
+    """Facts of this machine and this container."""
+    memory = _meminfo()
+    total = memory["MemTotal"]
+    available = memory.get("MemAvailable", total)
+    limit, used = _cgroup()
+    if limit is not None and limit < total:
+        available = min(available, limit - (used or 0))
+        total = limit
+    return HostFacts(total, available, len(os.sched_getaffinity(0)))
+
+
+def _check_server(settings: Settings) -> Iterator[Finding]:
+    longest = max(len(os.fsencode(settings.server.runtime_dir / name)) for name in SOCKET_NAMES)
+    if longest > SOCKET_PATH_BYTES:
+        yield Finding(
+            True,
+            ("server.runtime_dir",),
+            f"a socket in it would have a path of {longest} bytes, at most {SOCKET_PATH_BYTES}",
+            "choose a shorter folder, such as /run/hicache",
+        )
+
+
+def _check_l2(settings: Settings, host: HostFacts) -> Iterator[Finding]:
+    l2 = settings.l2
+    if l2.size > host.memory_limit:
+        yield Finding(
+            True,
+            ("l2.size",),
+            f"{format_size(l2.size)} is more than the {approx_size(host.memory_limit)} this machine or container has",
+            "lower l2.size or raise the memory limit",
+        )
+    elif l2.hugepages == "off" and l2.size > host.memory_available:
+        yield Finding(
+            False,
+            ("l2.size",),
+            f"{format_size(l2.size)} is more than the {approx_size(host.memory_available)} available now",
+            "lower l2.size, or the daemon may be killed for memory while it starts",
+        )
+    if l2.parent != "auto":
+        if l2.parent % 4096:
+            yield Finding(True, ("l2.parent",), f"{format_size(l2.parent)} is not a multiple of 4KiB", "round it up")
+        if l2.parent > l2.size:
+            yield Finding(
+                True,
+                ("l2.parent", "l2.size"),
+                f"{format_size(l2.parent)} is more than l2.size ({format_size(l2.size)})",
+                "raise l2.size or lower l2.parent",
+            )
+    yield from _check_hugepages(settings)
+    if l2.copy_threads > 4 * host.cores:
+        yield Finding(
+            False,
+            ("l2.copy_threads",),
+            f"{l2.copy_threads} threads on {host.cores} cores slow each other down",
+            f"use at most {host.cores}",
+        )
+
+
+def _check_hugepages(settings: Settings) -> Iterator[Finding]:
+    l2 = settings.l2
+    if l2.hugepages == "off":
+        return
+    page = HUGEPAGE_BYTES[l2.hugepages]
+    if l2.size % page:
+        yield Finding(
+            True,
+            ("l2.size", "l2.hugepages"),
+            f"{format_size(l2.size)} is not a multiple of l2.hugepages ({l2.hugepages})",
+            f"round l2.size to {format_size((l2.size // page + 1) * page)}",
+        )
+    free = _read_int(Path(f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB/free_hugepages"))
+    needed = -(-l2.size // page)
+    if (free or 0) < needed:
+        yield Finding(
+            True,
+            ("l2.hugepages", "l2.size"),
+            f"{needed} free huge pages of {l2.hugepages} are needed, {free or 0} are there",
+            f"reserve them (`sysctl vm.nr_hugepages={needed}` for 2MiB) or set l2.hugepages to off",
+        )
+
+
+def _check_l3(settings: Settings) -> Iterator[Finding]:
+    l3 = settings.l3
+    if l3.enabled and l3.path is None:
+        yield Finding(True, ("l3.enabled", "l3.path"), "the disk tier needs a folder", "set l3.path")
+    if not l3.enabled and l3.path is not None:
+        yield Finding(
+            False, ("l3.path", "l3.enabled"), "is set, but the disk tier is off", "set l3.enabled to true to use it"
+        )
+    if l3.enabled and l3.path is not None:
+        folder = l3.path
+        if folder.exists() and not folder.is_dir():
+            yield Finding(True, ("l3.path",), f"{folder} is not a folder", "name a folder")
+            return
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        total = shutil.disk_usage(folder).total
+        if l3.size + l3.min_free > total:
+            yield Finding(
+                False,
+                ("l3.size", "l3.min_free", "l3.path"),
+                f"{format_size(l3.size)} and {format_size(l3.min_free)} to spare do not fit the "
+                f"{approx_size(total)} file system of {l3.path}",
+                "lower l3.size; otherwise the tier turns read-only before it is full",
+            )
+
+
+def _check_limits(settings: Settings) -> Iterator[Finding]:
+    lim = settings.limits
+    if lim.tokens_per_request * TOKEN_BYTES > lim.buffer_size:
+        yield Finding(
+            True,
+            ("limits.buffer_size", "limits.tokens_per_request"),
+            f"{format_size(lim.buffer_size)} cannot hold limits.tokens_per_request ({lim.tokens_per_request}) tokens",
+            f"raise it to at least {format_size(lim.tokens_per_request * TOKEN_BYTES)}, or allow fewer tokens",
+        )
+    if lim.lease_ttl < lim.session_silence:
+        yield Finding(
+            False,
+            ("limits.lease_ttl", "limits.session_silence"),
+            f"{format_duration(lim.lease_ttl)} is less than limits.session_silence "
+            f"({format_duration(lim.session_silence)}): matches lapse while their engine still counts as alive",
+            "raise limits.lease_ttl",
+        )
+
+
+def _check_secret(key: str, path: Path | None) -> Iterator[Finding]:
+    if path is None:
+        return
+    if not path.is_file() or not os.access(path, os.R_OK):
+        yield Finding(True, (key,), f"{path} is not a readable file", "create it, readable by the daemon alone")
+    elif path.stat().st_mode & 0o077:
+        yield Finding(False, (key,), f"{path} can be read by others", f"chmod 600 {path}")
+
+
+def check(settings: Settings, host: HostFacts) -> list[Finding]:
+    """All findings, in the order of the sections."""
+    found = [*_check_server(settings), *_check_l2(settings, host), *_check_l3(settings), *_check_limits(settings)]
+    found += _check_secret("identity.secret_file", settings.identity.secret_file)
+    for name, tenant in settings.tenants.items():
+        if not 0 < len(name) <= TENANT_NAME_CHARS or "." in name:
+            found.append(
+                Finding(
+                    True,
+                    (f"tenants.{name}",),
+                    f"a name has 1 to {TENANT_NAME_CHARS} characters and no dot",
+                    "rename the tenant",
+                )
+            )
+        found += _check_secret(f"tenants.{name}.credential_file", tenant.credential_file)
+    return found
