@@ -1,0 +1,1 @@
+"""Identity: which bytes may stand for which tokens."""
