@@ -205,7 +205,7 @@ class Error(_Message, frozen=True, tag="error"):
 
 
 class Description(_Message, frozen=True, tag="description"):
-    """`data` is JSON with `schema_version` first."""
+    """`data` is an embedded MessagePack map of JSON-able values, `schema_version` first."""
 
     data: msgspec.Raw
 

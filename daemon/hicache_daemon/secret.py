@@ -1,0 +1,73 @@
+"""The secret that keys page identities: configured, kept beside L3, or drawn anew for each boot."""
+
+import os
+import stat
+from pathlib import Path
+
+from hicache.base.errors import ErrorCode, HiCacheError
+
+SECRET_BYTES = 32
+SECRET_NAME = "secret"
+
+
+def load_secret(secret_file: Path | None, l3_path: Path | None) -> bytes:
+    """32 bytes: those of `secret_file`; else of `{l3_path}/secret`, made at the first start; else random.
+
+    Records in L3 are found only under the secret that wrote them, so it must live as long as they do; without
+    L3 nothing outlives the boot and a fresh one is the safest. Raises `HiCacheError(CONFIG)`.
+    """
+    if secret_file is not None:
+        return _read(secret_file, "identity.secret_file")
+    if l3_path is None:
+        return os.urandom(SECRET_BYTES)
+    path = l3_path / SECRET_NAME
+    if not path.exists():
+        _create(path)
+    return _read(path, "the secret beside l3.path")
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(4 * SECRET_BYTES)
+    except OSError as error:
+        raise HiCacheError(ErrorCode.CONFIG, f"{what}: cannot read {path}: {error.strerror}") from error
+    try:
+        secret = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"{what}: {path} must hold {2 * SECRET_BYTES} hex digits",
+            f"create one with: python3 -c 'import secrets; print(secrets.token_hex({SECRET_BYTES}))' > {path}",
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"{what}: {path} may be read by others (mode {stat.S_IMODE(mode):04o})",
+            f"chmod 600 {path}",
+        )
+    return secret
+
+
+def _create(path: Path) -> None:
+    """Write a new secret whole or not at all: a half-written one would lock the records out for good."""
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{SECRET_NAME}.{os.getpid()}")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, os.urandom(SECRET_BYTES).hex().encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise HiCacheError(ErrorCode.CONFIG, f"l3.path: cannot create {path}: {error.strerror}") from error
