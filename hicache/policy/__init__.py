@@ -1,0 +1,1 @@
+"""Policies see rows of metadata, never tokens, blocks or keys."""
