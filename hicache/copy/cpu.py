@@ -1,0 +1,180 @@
+"""The CPU mover: blocks between an engine's shared-memory pool (L1) and the arena (L2) with numpy copies.
+
+Both ends of a wave of layers are strided views: L1 of shape (starts, layers, axes…, items), L2 of shape
+(units, layers, axes…, items), where a unit is one item, so that any aligned byte offset is an index. One run of
+neighbouring blocks is then one assignment between two slices; numpy walks the axes in C without the GIL.
+docs/internals/copy.md holds the measurements behind each choice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.base.errors import ErrorCode, HiCacheError
+from hicache.copy.base import Bytes, FenceWriter, GroupGeometry, Transfer
+from hicache.copy.geometry import Axes, canonical, neighbour_step
+from hicache.plan.overlap import layer_waves
+from hicache.plan.ranges import Runs, coalesce
+
+# One call moves at most this much, so that a cancelled copy ends within about a millisecond.
+CALL_BYTES = 4 << 20
+
+_ITEMS: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One group's part of a copy, checked."""
+
+    geometry: GroupGeometry
+    axes: Axes
+    run_bytes: int
+    item_bytes: int
+    block_bytes: int
+    step: int  # starts between neighbours
+    l2_offsets: npt.NDArray[np.int64]
+    l1_starts: npt.NDArray[np.int32]
+
+
+def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_bytes: int) -> _Plan:
+    """Check every start and offset at once, before any byte moves. Raises `HiCacheError(OUT_OF_RANGE)`."""
+    axes, run_bytes = canonical(geometry.axes, geometry.run_bytes)
+    block_bytes = geometry.block_layer_bytes * len(geometry.layers)
+    item = gcd(8, run_bytes, geometry.block_layer_bytes, geometry.block_stride, *geometry.layer_offsets)
+    item = gcd(item, *(stride for _, stride in axes))
+    offsets, starts = transfer.l2_offsets, transfer.l1_starts
+
+    def bad(text: str) -> HiCacheError:
+        return HiCacheError(ErrorCode.OUT_OF_RANGE, f"group {transfer.group}: {text}")
+
+    reach = run_bytes + sum((count - 1) * stride for count, stride in axes)
+    end = max(geometry.layer_offsets) + (geometry.blocks - 1) * geometry.block_stride + reach
+    if min(geometry.layer_offsets) < 0 or end > pool_bytes:
+        raise bad(f"the layout ends at byte {end} of a pool of {pool_bytes}")
+    if offsets.shape != starts.shape or offsets.ndim != 1:
+        raise bad(f"{offsets.shape} L2 offsets for {starts.shape} L1 starts")
+    if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) < geometry.blocks:
+        raise bad(f"L1 starts {starts.min()} … {starts.max()} leave [0, {geometry.blocks})")
+    if len(offsets):
+        low, high = int(offsets.min()), int(offsets.max())
+        if not 0 <= low <= high <= arena_bytes - block_bytes:
+            raise bad(f"L2 offsets {low} … {high} leave [0, {arena_bytes - block_bytes}]")
+        if np.any(offsets % item):
+            raise bad(f"L2 offsets must be multiples of {item}")
+    return _Plan(geometry, axes, run_bytes, item, block_bytes, neighbour_step(geometry), offsets, starts)
+
+
+def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Cut layers [low, high) where their spacing in L1 changes: (low, high, stride in bytes) each."""
+    while low < high:
+        end, stride = low + 1, 0
+        if end < high and offsets[end] > offsets[low]:
+            stride = offsets[end] - offsets[low]
+            while end < high and offsets[end] - offsets[end - 1] == stride:
+                end += 1
+        yield low, end, stride
+        low = end
+
+
+class CpuMover:
+    """Moves blocks on the calling thread: a `Mover`.
+
+    Threads may share a mover, but `cancel` is for good and hits all its copies, so the lane makes one per piece
+    of work; it holds two references.
+    """
+
+    def __init__(self, arena: Bytes) -> None:
+        self._arena = arena
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Make running and later copies raise `HiCacheError(TRANSFER_FAILED)` within about a millisecond."""
+        self._cancelled = True  # one reference store; the copying thread looks between calls
+
+    def copy(
+        self,
+        pool: Bytes,
+        geometry: tuple[GroupGeometry, ...],
+        transfers: tuple[Transfer, ...],
+        to_l1: bool,
+        fence: FenceWriter,
+    ) -> None:
+        """See `Mover.copy`. `fence` is told RUNNING and the layers; its terminal state is the caller's."""
+        for transfer in transfers:
+            if not 0 <= transfer.group < len(geometry):
+                raise HiCacheError(ErrorCode.OUT_OF_RANGE, f"group {transfer.group} of {len(geometry)}")
+        plans = [_plan(geometry[t.group], t, len(self._arena), len(pool)) for t in transfers]
+        order = sorted(layer for group in geometry for layer in group.layers)
+        rank = {layer: i for i, layer in enumerate(order)}
+        layer_bytes = [0] * len(order)
+        for plan in plans:
+            for layer in plan.geometry.layers:
+                layer_bytes[rank[layer]] += len(plan.l1_starts) * plan.geometry.block_layer_bytes
+        fence.running()
+        for low, high in layer_waves(layer_bytes):
+            for plan in plans:
+                layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
+                if layers and len(plan.l1_starts):  # ascending, so the range is without gaps
+                    self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1)
+            fence.layers_done(high)
+
+    def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool) -> None:
+        bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
+        steps = (plan.block_bytes, plan.step)
+        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, max(1, CALL_BYTES // bytes_per_block))
+        for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
+            l1, l2 = self._views(pool, plan, (low, high), stride)
+            self._copy_runs(l1, l2, runs, plan, to_l1)
+
+    def _views(
+        self, pool: Bytes, plan: _Plan, layers: tuple[int, int], layer_stride: int
+    ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.unsignedinteger]]:
+        """L1 and L2 of some layers. `np.ndarray` itself refuses a view that would leave its buffer."""
+        g, item = plan.geometry, plan.item_bytes
+        inner = (layers[1] - layers[0], *(count for count, _ in plan.axes), plan.run_bytes // item)
+        packed = [item]  # L2 keeps the axes row-major
+        for count in reversed(inner[2:]):
+            packed.append(packed[-1] * count)
+        l1 = np.ndarray(
+            (g.blocks, *inner),
+            _ITEMS[item],
+            pool,
+            g.layer_offsets[layers[0]],
+            (g.block_stride, layer_stride, *(stride for _, stride in plan.axes), item),
+        )
+        units = (len(self._arena) - plan.block_bytes) // item + 1
+        l2 = np.ndarray(
+            (units, *inner),
+            _ITEMS[item],
+            self._arena,
+            layers[0] * g.block_layer_bytes,
+            (item, g.block_layer_bytes, *reversed(packed)),
+        )
+        return l1, l2
+
+    def _copy_runs(
+        self,
+        l1: npt.NDArray[np.unsignedinteger],
+        l2: npt.NDArray[np.unsignedinteger],
+        runs: Runs,
+        plan: _Plan,
+        to_l1: bool,
+    ) -> None:
+        """One assignment per run. The body is kept bare: for small blocks it is most of the cost."""
+        target, source = (l1, l2) if to_l1 else (l2, l1)
+        l1_step, l2_step = plan.step, plan.block_bytes // plan.item_bytes
+        target_step, source_step = (l1_step, l2_step) if to_l1 else (l2_step, l1_step)
+        l1_first, l2_first = runs.l1.tolist(), (runs.l2 // plan.item_bytes).tolist()
+        first = zip(l1_first, l2_first, strict=True) if to_l1 else zip(l2_first, l1_first, strict=True)
+        for (to, from_), count in zip(first, runs.count.tolist(), strict=True):
+            if self._cancelled:
+                raise HiCacheError(ErrorCode.TRANSFER_FAILED, "cancelled")
+            if count == 1:
+                target[to] = source[from_]
+            else:
+                target[to : to + (count - 1) * target_step + 1 : target_step] = source[
+                    from_ : from_ + (count - 1) * source_step + 1 : source_step
+                ]
