@@ -9,9 +9,8 @@ from pathlib import Path
 from hicache.base.ids import TOKEN_BYTES
 from hicache.base.units import approx_size, format_duration, format_size
 from hicache_daemon.config.model import Settings
+from hicache_daemon.runtime_dir import CONTROL_NAME, LIFELINE_NAME, MAX_SOCKET_PATH_BYTES
 
-SOCKET_NAMES = ("control.sock", "lifeline.sock")
-SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its terminating zero
 HUGEPAGE_BYTES = {"2MiB": 2 << 20, "1GiB": 1 << 30}
 TENANT_NAME_CHARS = 128
 
@@ -97,12 +96,12 @@ def read_host() -> HostFacts:
 
 
 def _check_server(settings: Settings) -> Iterator[Finding]:
-    longest = max(len(os.fsencode(settings.server.runtime_dir / name)) for name in SOCKET_NAMES)
-    if longest > SOCKET_PATH_BYTES:
+    longest = max(len(os.fsencode(settings.server.runtime_dir / name)) for name in (CONTROL_NAME, LIFELINE_NAME))
+    if longest > MAX_SOCKET_PATH_BYTES:
         yield Finding(
             True,
             ("server.runtime_dir",),
-            f"a socket in it would have a path of {longest} bytes, at most {SOCKET_PATH_BYTES}",
+            f"a socket in it would have a path of {longest} bytes, at most {MAX_SOCKET_PATH_BYTES}",
             "choose a shorter folder, such as /run/hicache",
         )
 
@@ -217,7 +216,7 @@ def _check_secret(key: str, path: Path | None) -> Iterator[Finding]:
     if not path.is_file() or not os.access(path, os.R_OK):
         yield Finding(True, (key,), f"{path} is not a readable file", "create it, readable by the daemon alone")
     elif path.stat().st_mode & 0o077:
-        yield Finding(False, (key,), f"{path} can be read by others", f"chmod 600 {path}")
+        yield Finding(True, (key,), f"{path} can be read by others", f"chmod 600 {path}")
 
 
 def check(settings: Settings, host: HostFacts) -> list[Finding]:

@@ -3,8 +3,6 @@
 A field's description is its documentation; `hot` marks what a reload may change while the daemon runs.
 """
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hicache.base.limits import Limits
+from hicache_client.paths import runtime_dir
 from hicache_daemon.config.kinds import ConfigPath, Duration, Size, SizeOrAuto, duration_between, size_between
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -21,13 +20,8 @@ _base = Limits()
 
 
 def default_runtime_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Where sockets live: `$HICACHE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/hicache`, else a folder per user."""
-    env = os.environ if env is None else env
-    if env.get("HICACHE_RUNTIME_DIR"):
-        return Path(env["HICACHE_RUNTIME_DIR"]).absolute()
-    if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"]).absolute() / "hicache"
-    return Path(tempfile.gettempdir()) / f"hicache-{os.getuid()}"
+    """Where a client looks by itself. Raises `HiCacheError(DENIED)` if another user took that folder."""
+    return runtime_dir(None, env).absolute()
 
 
 class Section(BaseModel):
@@ -41,7 +35,7 @@ class ServerSettings(Section):
 
     runtime_dir: ConfigPath = Field(default_factory=default_runtime_dir)
     """Folder of the control and lifeline sockets; made with mode 0750, refused if another user owns it.
-    Default: `$HICACHE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/hicache`, else `hicache-<uid>` in the temporary folder."""
+    Default: `$HICACHE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/hicache`, else `/tmp/hicache-<uid>`."""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", json_schema_extra=HOT)
     """Least severity that is logged."""
@@ -136,8 +130,8 @@ class IdentitySettings(Section):
     """What makes page keys unforgeable."""
 
     secret_file: ConfigPath | None = None
-    """File with the 32-byte secret (64 hex digits) that keys the hash of every page. Daemons that are to share
-    pages need the same. Without it the daemon makes its own, beside the disk tier if there is one."""
+    """File of exactly 32 random bytes, mode 0600, that key the hash of every page. Daemons that are to share pages
+    need the same. Without it the daemon makes its own, kept beside the disk tier if there is one."""
 
 
 class TenantSettings(Section):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hicache.base.errors import HiCacheError
 from hicache_daemon.config.catalog import hot_keys
 from hicache_daemon.config.checks import HostFacts, check, read_host
 from hicache_daemon.config.errors import ConfigError, ConfigErrors
@@ -73,12 +74,13 @@ def flatten(settings: Settings) -> dict[str, Any]:
 def changed_keys(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
     """Keys that differ: those that a reload applies at once, and those that need a restart."""
     before, after = flatten(old), flatten(new)
-    differ = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    gone = object()  # not None, which is a value: a tenant may come without a credential
+    differ = sorted(key for key in before.keys() | after.keys() if before.get(key, gone) != after.get(key, gone))
     hot = hot_keys()
     return [key for key in differ if key in hot], [key for key in differ if key not in hot]
 
 
-def _fill(tree: dict[str, Any], env: Mapping[str, str], origins: dict[tuple[str, ...], Origin]) -> None:
+def _fill(tree: dict[str, Any], env: Mapping[str, str], origins: dict[tuple[str, ...], Origin]) -> list[ConfigError]:
     """Empty sections count as given without keys; the runtime folder follows the environment."""
     tenants = tree.get("tenants")
     for node in (tree, tenants if isinstance(tenants, dict) else {}):
@@ -86,10 +88,18 @@ def _fill(tree: dict[str, Any], env: Mapping[str, str], origins: dict[tuple[str,
             if value is None:
                 node[name] = {}
     server = tree.setdefault("server", {})
-    if isinstance(server, dict) and "runtime_dir" not in server:
+    if not isinstance(server, dict) or "runtime_dir" in server:
+        return []
+    for name in ("HICACHE_RUNTIME_DIR", "XDG_RUNTIME_DIR"):
+        if env.get(name):
+            origins["server", "runtime_dir"] = Origin("environment", name)
+            break
+    try:
         server["runtime_dir"] = str(default_runtime_dir(env))
-        if env.get("HICACHE_RUNTIME_DIR"):
-            origins["server", "runtime_dir"] = Origin("environment", "HICACHE_RUNTIME_DIR")
+    except HiCacheError as error:
+        server["runtime_dir"] = "."  # never used: the error below stops the load
+        return [ConfigError("server.runtime_dir", None, error.message, error.remedy)]
+    return []
 
 
 def _without(tree: dict[str, Any], bad: Sequence[str]) -> dict[str, Any]:
@@ -126,7 +136,7 @@ def load_settings(
         entries += more_entries
         errors += more_errors
     tree, origins = merge(entries)
-    _fill(tree, env, origins)
+    errors += _fill(tree, env, origins)
     bad: list[str] = []
     if "" in tree:
         where = origins[()]

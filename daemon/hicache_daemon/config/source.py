@@ -37,7 +37,7 @@ class Entry:
     origin: Origin
 
 
-class _Loader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """YAML 1.2's core scalars; aliases are refused."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -47,14 +47,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-_Loader.yaml_implicit_resolvers = {}
+StrictLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|false", "tf"),
     ("null", r"null|~|", ["n", "~", ""]),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
     ("float", r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?", "-+0123456789"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+    StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
 def _yaml_error(error: Exception, where: str, key: str = "") -> ConfigError:
@@ -82,7 +82,7 @@ class _Reader:
         origin = self.origin(node)
         self.errors.append(ConfigError(".".join(path), origin.line, message, remedy, origin.where))
 
-    def entries(self, loader: _Loader, node: yaml.Node, path: tuple[str, ...]) -> Iterator[Entry]:
+    def entries(self, loader: StrictLoader, node: yaml.Node, path: tuple[str, ...]) -> Iterator[Entry]:
         if not isinstance(node, yaml.MappingNode):
             try:
                 value = loader.construct_object(node, deep=True)
@@ -116,7 +116,7 @@ class _Reader:
 
 def _read_node(text: str, reader: _Reader, path: tuple[str, ...]) -> list[Entry]:
     try:
-        loader = _Loader(text)
+        loader = StrictLoader(text)
         node = loader.get_single_node()
         if node is None:
             return [] if not path else [Entry(path, None, Origin(reader.kind, reader.name))]

@@ -1,0 +1,62 @@
+"""`hicache bench index | copy | control`: figures of this machine, each beside what the machine allows."""
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hicache_daemon.cli.options import JsonOption
+from hicache_daemon.cli.output import emit, print_table, progress_line
+
+app = typer.Typer(no_args_is_help=True, help="Measure. Progress goes to stderr, the figures to stdout.")
+
+QuickOption = Annotated[bool, typer.Option("--quick", help="A short run: a smoke test, not a figure to quote.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Write the JSON report to this file, too.")]
+
+
+def _run(name: str, quick: bool, out: Path | None, as_json: bool) -> None:
+    import json
+
+    from hicache_daemon.bench.report import report
+
+    module = importlib.import_module(f"hicache_daemon.bench.{name}")
+    data = report(name, module.run(quick, progress_line))
+    if out is not None:
+        out.write_text(json.dumps(data, indent=2) + "\n")
+    if as_json:
+        emit(data)
+    else:
+        _table(data)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _table(data: dict[str, Any]) -> None:
+    rows = [
+        (case["case"], _number(case["value"]), case["unit"], _number(case["limit"]), _number(case["ratio"]))
+        for case in data["cases"]
+    ]
+    print_table(f"bench {data['name']}", ("case", "value", "unit", "limit", "ratio"), rows, right=(1, 3, 4))
+    machine = data["machine"]
+    typer.secho(f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}", dim=True)
+
+
+@app.command()
+def index(quick: QuickOption = False, out: OutOption = None, as_json: JsonOption = False) -> None:
+    """The prefix index: insert, match and miss, at 2k to 128k tokens."""
+    _run("index", quick, out, as_json)
+
+
+@app.command()
+def copy(quick: QuickOption = False, out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Pages between an engine's pool and the arena, against a plain copy of the same bytes."""
+    _run("copy", quick, out, as_json)
+
+
+@app.command()
+def control(quick: QuickOption = False, out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Lookup round trips to a real daemon, idle and while it copies."""
+    _run("control", quick, out, as_json)
