@@ -3,6 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from hicache.base.errors import LawBroken
+
 Int32s = npt.NDArray[np.int32]
 
 NO_ROWS: Int32s = np.zeros(0, np.int32)
@@ -71,6 +73,15 @@ class RowOwners:
         self.nodes[node.id] = None
         self._free.append(node.id)
         node.id = -1
+
+    def of(self, rows: Int32s) -> Int32s:
+        """Id of the node of each row. Raises `LawBroken` for a row that is in no tree."""
+        inside = rows[rows < self.owner.size]
+        ids = self.owner[inside]
+        if inside.size < rows.size or ids.min() < 0:
+            stray = inside[ids < 0] if inside.size == rows.size else rows[rows >= self.owner.size]
+            raise LawBroken(f"row {int(stray[0])} is in no tree")
+        return ids
 
     def assign(self, rows: Int32s, node: Node) -> None:
         if not rows.size:

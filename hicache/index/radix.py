@@ -48,11 +48,12 @@ class PathMatch:
 
     @property
     def rows(self) -> Int32s:
-        """Rows of all full pages within `known_tokens`, int32 (pages,). Not to be written to."""
+        """Rows of all full pages within `known_tokens`, int32 (pages,). Read only."""
         runs = self.runs
         if len(runs) == 1:
             return runs[0]
-        return np.concatenate(runs) if runs else NO_ROWS
+        # A third cheaper than np.concatenate for a few short runs. Arrays are buffers, typeshed says so from 3.12 on.
+        return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type]
 
 
 def common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
@@ -193,9 +194,7 @@ class RadixTree:
         if not rows.size:
             return NO_ROWS
         owners = self.owners
-        ids, counts = np.unique(owners.owner[rows], return_counts=True)
-        if ids[0] < 0:
-            raise LawBroken(f"row {int(rows[owners.owner[rows].argmin()])} is in no tree")
+        ids, counts = np.unique(owners.of(rows), return_counts=True)
         touched = [(owners.nodes[i], n) for i, n in zip(ids.tolist(), counts.tolist(), strict=True)]
         work = [(node.end, node, n) for node, n in touched if node is not None]
         work.sort(key=lambda item: item[0], reverse=True)  # what is below goes first

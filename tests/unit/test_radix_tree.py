@@ -124,10 +124,14 @@ def test_another_row_for_a_known_page_breaks_a_law(parted: RadixTree) -> None:
 
 
 def test_pruning_a_row_of_no_tree_breaks_a_law(parted: RadixTree) -> None:
-    with pytest.raises(LawBroken, match="row 12 is in no tree"):
-        parted.prune(int32s(11, 12))
+    for stray in (12, 5_000_000):
+        with pytest.raises(LawBroken, match=f"row {stray} is in no tree"):
+            parted.prune(int32s(11, stray))
     parted.check()
     assert parted.match(raw(1, 2, 3, 4, 5, 6, 7, 8)).rows.tolist() == [10, 11]
+    assert parted.prune(int32s(11)).tolist() == [11]
+    with pytest.raises(LawBroken, match="row 11 is in no tree"):
+        parted.prune(int32s(11))
 
 
 def test_the_callers_arrays_are_copied() -> None:
