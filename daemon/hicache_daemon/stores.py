@@ -7,8 +7,8 @@
 The writer first streams the rows found at start, with at most RECOVERY_WINDOW batches ahead of the loop. A
 command over a queue's bound is answered as failed at once: pages then simply stay in the tier where they are.
 
-A thread that raises answers what it held as failed, says why, counts, ends, and is started again by `tend`:
-a poisoned record costs its own request and nothing else, and a dead thread is never silently missing.
+A thread whose store raises answers what it held as failed, logs, counts a death and begins anew after a pause:
+a poisoned record costs its own request and nothing else. Should a thread really end, `tend` starts another.
 """
 
 import threading
@@ -42,6 +42,7 @@ READ_PART = 16  # records one reader takes at a time: a large read spreads over 
 RECOVERY_BATCH = 2048
 RECOVERY_WINDOW = 4  # batches posted but not yet handled by the loop
 STATS_INTERVAL_S = 1.0
+RESTART_PAUSE_S = 0.1  # a store that raises at every call must not make a thread spin
 STUCK_S = 30.0  # a store call that takes longer is named in the readiness reasons
 
 
@@ -115,6 +116,7 @@ class StoreThreads:
         self._recovered = False
         self._stopping_readers = False
         self._stopping_writer = False
+        self._halt = threading.Event()
         self._stats = store.stats()
         self._mode = ("rw", "")
         self._counters = {"thread_deaths": 0, "read_refused": 0, "write_refused": 0, "touch_dropped": 0}
@@ -193,6 +195,7 @@ class StoreThreads:
 
         False if a thread did not end in time: the store is then left open for the process's end to drop."""
         deadline_s = self._clock.monotonic_s() + timeout_s
+        self._halt.set()
         with self._lock:
             self._stopping_readers = True
             self._queues.urgent.clear()
@@ -238,14 +241,16 @@ class StoreThreads:
     # ---- thread side --------------------------------------------------------------------------------
 
     def _run(self, worker: _Worker) -> None:
-        try:
-            worker.body(worker)
-            worker.done = True
-        except Exception:  # reported and counted, the thread ends, and `tend` starts it anew
-            self._counters["thread_deaths"] += 1
-            self._log.exception("store.thread_died", thread=worker.name)
-        finally:
-            worker.since_s = None
+        while not worker.done:
+            try:
+                worker.body(worker)
+                worker.done = True
+            except Exception:  # reported and counted; the commands it held have been answered
+                worker.since_s = None
+                with self._lock:
+                    self._counters["thread_deaths"] += 1
+                self._log.exception("store.thread_died", thread=worker.name)
+                self._halt.wait(RESTART_PAUSE_S)
 
     def _read_loop(self, worker: _Worker) -> None:
         queues = self._queues
@@ -389,6 +394,4 @@ def _meta(record: Record) -> RecordMeta:
 def _recovered(row: StoredRow) -> RecoveredRow:
     meta = row.meta
     parent = None if meta.parent is None else PageKey(meta.parent)
-    return RecoveredRow(
-        PageKey(meta.id.key), parent, meta.namespace, meta.tenant, meta.id.group, row.allocated_bytes
-    )
+    return RecoveredRow(PageKey(meta.id.key), parent, meta.namespace, meta.tenant, meta.id.group, row.allocated_bytes)

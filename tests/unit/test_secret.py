@@ -1,0 +1,44 @@
+"""The secret that keys identities: from a file, kept beside L3, or fresh."""
+
+from pathlib import Path
+
+import pytest
+
+from hicache.base.errors import HiCacheError
+from hicache_daemon.secret import load_secret
+
+
+def test_without_a_disk_tier_each_boot_draws_its_own() -> None:
+    first, second = load_secret(None, None), load_secret(None, None)
+    assert len(first) == len(second) == 32
+    assert first != second
+
+
+def test_beside_the_disk_tier_it_is_made_once_and_private(tmp_path: Path) -> None:
+    first = load_secret(None, tmp_path / "l3")
+    assert load_secret(None, tmp_path / "l3") == first
+    assert (tmp_path / "l3" / "secret").stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in (tmp_path / "l3").iterdir()] == ["secret"]
+
+
+def test_a_configured_file_wins(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text("ab" * 32 + "\n")
+    path.chmod(0o600)
+    assert load_secret(path, tmp_path / "l3") == bytes([0xAB]) * 32
+    assert not (tmp_path / "l3").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "complaint"),
+    [("ab" * 31, 0o600, "64 hex digits"), ("zz" * 32, 0o600, "64 hex digits"), ("ab" * 32, 0o644, "chmod 600")],
+)
+def test_a_file_that_is_short_no_hex_or_public_is_refused(
+    tmp_path: Path, text: str, mode: int, complaint: str
+) -> None:
+    path = tmp_path / "mine"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(HiCacheError) as caught:
+        load_secret(path, None)
+    assert complaint in str(caught.value)
