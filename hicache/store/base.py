@@ -59,6 +59,14 @@ class StoreStats:
     counters: dict[str, int] = field(default_factory=dict)  # corrupt, quarantined, write_failures …
 
 
+class Log(Protocol):
+    """Where a store tells of changes of its mode and of bad records; a structlog logger is one."""
+
+    def info(self, event: str, **fields: object) -> object: ...
+
+    def warning(self, event: str, **fields: object) -> object: ...
+
+
 class Store(Protocol):
     """Five verbs and a life cycle."""
 
