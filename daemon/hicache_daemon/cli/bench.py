@@ -12,7 +12,9 @@ from hicache_daemon.cli.output import emit, print_table, progress_line
 app = typer.Typer(no_args_is_help=True, help="Measure. Progress goes to stderr, the figures to stdout.")
 
 QuickOption = Annotated[bool, typer.Option("--quick", help="A short run: a smoke test, not a figure to quote.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Write the JSON report to this file, too.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON report to this file, too.")
+]
 
 
 def _run(name: str, quick: bool, out: Path | None, as_json: bool) -> None:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="HICACHE_CONFIG", help="YAML file; without it, the defaults."),
+    typer.Option(
+        "--config", "-c", metavar="FILE", envvar="HICACHE_CONFIG", help="YAML file; without it, the defaults."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -91,3 +91,14 @@ def fact_rows(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
             label, text = show_value(name, value)
             rows.append(((prefix + label).replace("_", " "), text))
     return rows
+
+
+def record_lists(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """The lists of records anywhere in nested facts, with their dotted names."""
+    found: list[tuple[str, list[Mapping[str, Any]]]] = []
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            found += record_lists(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            found.append((prefix + name, [item for item in value if isinstance(item, Mapping)]))
+    return found

@@ -24,7 +24,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 def _options(command: Any) -> Iterator[str]:
     for param in command.params:
         names = ", ".join(f"`{name}`" for name in param.opts)
-        metavar = "" if param.is_flag else f" `{param.metavar or param.type.name.upper()}`"
+        metavar = "" if param.is_flag else f" `{param.metavar}`"
         variable = f" Variable: `{param.envvar}`." if param.envvar else ""
         default = "" if param.default in (None, False) or param.is_flag else f" Default: {param.default}."
         yield f"- {names}{metavar}: {param.help or ''}{default}{variable}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hicache_daemon.cli.options import JsonOption
-from hicache_daemon.cli.output import emit, fact_rows, fail, print_table, show_value
+from hicache_daemon.cli.output import EXIT_FAILURE, emit, fact_rows, fail, print_table, record_lists, show_value
 
 What = Literal["status", "l2", "l3", "sessions"]
 
@@ -17,37 +17,49 @@ RuntimeDirOption = Annotated[
     Path | None,
     typer.Option(
         "--runtime-dir",
+        metavar="DIR",
         envvar="HICACHE__SERVER__RUNTIME_DIR",
         help="Folder of the daemon's sockets; without it the default one.",
     ),
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, max=600.0, help="Seconds to wait for an answer.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.1, max=600.0, help="How long to wait for an answer.")
+]
 
 
-def ask(what: What, runtime_dir: Path | None, timeout_s: float, as_json: bool) -> dict[str, Any]:
+def ask(what: What, directory: Path | None, timeout_s: float, as_json: bool) -> dict[str, Any]:
     """One description from the daemon, or exit 1 with one line that says what to do."""
     from hicache.base.errors import HiCacheError
-    from hicache_daemon.cli.link import describe, runtime_dir_or_default
+    from hicache_client.paths import CONTROL_NAME, runtime_dir
+    from hicache_client.probe import describe
 
-    folder = runtime_dir_or_default(runtime_dir)
     try:
-        return describe(folder, what, timeout_s)
+        folder = runtime_dir(directory)
+        if not (folder / CONTROL_NAME).exists():  # no need to wait for an answer that cannot come
+            fail(
+                "unavailable",
+                f"no daemon runs at {folder}",
+                "start one with `hicache serve`, or name its folder with --runtime-dir",
+                as_json,
+            )
+        return describe(what, folder, timeout_s)
     except HiCacheError as error:
         fail(error.code.value, error.message, error.remedy, as_json)
 
 
 def _tables(title: str, data: Mapping[str, Any]) -> None:
     """Facts as one table, then each list of records as a table of its own."""
-    rows = fact_rows({name: value for name, value in data.items() if name != "schema_version"})
+    facts = {name: value for name, value in data.items() if name not in {"schema_version", "boot_id"}}
+    if list(facts.values()) == [[]]:
+        typer.echo(f"no {title}")
+        return
+    rows = fact_rows(facts)
     if rows:
         print_table(title, ("what", "value"), rows, right=(1,))
-    for name, value in data.items():
-        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            columns = list(dict.fromkeys(key for item in value for key in item))
-            heads = [show_value(key, value[0].get(key))[0].replace("_", " ") for key in columns]
-            print_table(name, heads, [[show_value(key, item.get(key))[1] for key in columns] for item in value])
-        elif value == []:
-            typer.echo(f"no {name}")
+    for name, records in record_lists(facts):
+        columns = list(dict.fromkeys(key for record in records for key in record))
+        heads = [show_value(key, records[0].get(key))[0].replace("_", " ") for key in columns]
+        print_table(name, heads, [[show_value(key, record.get(key))[1] for key in columns] for record in records])
 
 
 @inspect_app.command()
@@ -71,7 +83,16 @@ def sessions(runtime_dir: RuntimeDirOption = None, timeout: TimeoutOption = 5.0,
     emit(data) if as_json else _tables("sessions", data)
 
 
-def status(runtime_dir: RuntimeDirOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
+def status(
+    runtime_dir: RuntimeDirOption = None,
+    timeout: TimeoutOption = 5.0,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Exit 1 unless it accepts sessions: a health check.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Is a daemon there, and how is it? Exit 1 if none answers."""
     data = ask("status", runtime_dir, timeout, as_json)
     emit(data) if as_json else _tables("hicached", data)
+    if ready and not data.get("ready"):
+        raise typer.Exit(EXIT_FAILURE)
