@@ -1,0 +1,1 @@
+"""Engine connectors. Each imports its engine; nothing imports a connector."""

@@ -1,0 +1,342 @@
+"""`HiCacheConnector`: a transformers model on the CPU, with its KV cache in hicache."""
+
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import Cache
+
+from hicache.protocol.messages import Scope
+from hicache.spec.layout import L1Layout
+from hicache.spec.model import ModelSpec
+from hicache_client.options import ClientOptions
+
+from .batch import Batch, Context, Counters, KeyValues, LateLoad, Row, RowStats, open_batch
+from .cache import HiCache, UncachedCache, rows_of
+from .layer import Frame, PoolLayer, PoolTensors
+from .pool import ColumnPool, Tokens
+from .port import DaemonPort, Port
+from .spec import UnsupportedModel, describe_model, pool_layout
+
+log = logging.getLogger("hicache.transformers")
+
+
+OpenPort = Callable[[ModelSpec, L1Layout], tuple[Port, Any]]  # the second is the L1 pool's writable buffer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """`sequences` [rows, width + new tokens] as `model.generate` returns them; `stats` one per row.
+
+    `logits`, if asked for: one [rows, vocabulary] tensor per generated token.
+    """
+
+    sequences: torch.Tensor
+    stats: tuple[RowStats, ...]
+    logits: tuple[torch.Tensor, ...] | None = None
+
+
+class _FirstToken(StoppingCriteria):  # type: ignore[misc]
+    """Notes when the first token was chosen; never stops."""
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.at_s is None:
+            self.at_s = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class HiCacheConnector:
+    """Serves the KV cache of one model in this process. Use it from one thread.
+
+    - `runtime_dir`: where the daemon listens; None takes the client's default.
+    - `tenant`, `salt`, `lora`: who may share with whom; `lora` is the adapter's content digest or unique id.
+    - `pool_tokens`: columns of the L1 pool: prompts, generated tokens and padding of everything running, and
+      of finished sequences for as long as there is room.
+    - `page_tokens`: prefix granularity P; prompts share whole pages.
+    - `revision`: identifies the weights; None hashes all of them at start and again when one changed.
+    - `l1_reuse`: finished sequences stay in L1 and are continued in place or copied.
+    - `unsupported`: "error" raises `UnsupportedModel` for a model that hicache can't carry, "uncached" runs it
+      on ordinary caches.
+    - `load_timeout_s`: a load that takes longer is given up and computed instead.
+    """
+
+    def __init__(  # noqa: PLR0913 (options, by keyword)
+        self,
+        model: PreTrainedModel,
+        *,
+        runtime_dir: str | Path | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        lora: str = "",
+        pool_tokens: int = 8192,
+        page_tokens: int = 16,
+        revision: str | None = None,
+        l1_reuse: bool = True,
+        unsupported: Literal["error", "uncached"] = "error",
+        load_timeout_s: float = 10.0,
+        open_port: OpenPort | None = None,
+    ) -> None:
+        if pool_tokens < page_tokens:
+            raise ValueError(f"pool_tokens {pool_tokens} must be at least page_tokens {page_tokens}")
+        self.model = model
+        self._scope = Scope(salt=salt, lora=lora)
+        self._revision = revision
+        self._page_tokens, self._pool_tokens = page_tokens, pool_tokens
+        self._l1_reuse, self._load_timeout_s = l1_reuse, load_timeout_s
+        self._open_port = open_port or _opener(runtime_dir, tenant)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.counters = Counters()
+        self.spec: ModelSpec | None = None
+        self._context: Context | None = None
+        self._weights = self._weights_version()
+        try:
+            self._connect()
+        except UnsupportedModel as error:
+            if unsupported == "error":
+                raise
+            log.warning("running uncached: %s", error)
+
+    # ---- public -------------------------------------------------------------------------------------
+
+    def cache(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int = 256,
+        *,
+        salt: str | None = None,
+        lora: str | None = None,
+    ) -> HiCache | UncachedCache:
+        """A cache for one `model.generate(input_ids, attention_mask=…, past_key_values=cache)`.
+
+        `input_ids` [rows, width], left-padded where `attention_mask` is 0. All rows resume at one column, that
+        of the shortest hit; `generate` of this class lets each row keep its own. Columns for `max_new_tokens`
+        are held; a longer generation goes on in tensors of its own.
+        """
+        rows, batch = self._open(input_ids, attention_mask, max_new_tokens, self._scope_of(salt, lora))
+        if batch is None:
+            return UncachedCache(self._text_config(), rows)
+        batch.begin(uniform=True)
+        return HiCache(batch, self._stop_tokens(None))
+
+    def generate(  # noqa: PLR0913 (what transformers takes, by keyword and named)
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int = 64,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        streamer: Any = None,
+        output_logits: bool = False,
+        salt: str | None = None,
+        lora: str | None = None,
+    ) -> GenerateResult:
+        """`model.generate` with the cache around it: each row computes only what it lacks itself.
+
+        `input_ids` [rows, width], left-padded where `attention_mask` is 0. The sampling parameters and
+        `stopping_criteria`, `streamer` are those of transformers; None takes the model's generation config.
+        """
+        start_s = time.perf_counter()
+        config = self._generation_config(
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            output_logits=output_logits or None,
+            return_dict_in_generate=True,
+        )
+        rows, batch = self._open(input_ids, attention_mask, max_new_tokens, self._scope_of(salt, lora))
+        cache: HiCache | UncachedCache = UncachedCache(self._text_config(), rows)
+        if batch is not None and self._prefill_rows(batch):
+            cache = HiCache(batch, self._stop_tokens(config))
+        first = _FirstToken()
+        with cache:
+            output = self.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
+                generation_config=config,
+                past_key_values=cache,
+                stopping_criteria=StoppingCriteriaList([*(stopping_criteria or ()), first]),
+                streamer=streamer,
+            )
+            cache.finish(output.sequences)
+        ttft_ms = None if first.at_s is None else (first.at_s - start_s) * 1e3
+        stats = tuple(replace(row, ttft_ms=ttft_ms) for row in cache.stats)
+        return GenerateResult(output.sequences, stats, output.logits)
+
+    def close(self) -> None:
+        """End the session with the daemon. Caches handed out before must not be used any more."""
+        if self._context is not None:
+            self._context.port.close()
+            self._context = None
+
+    def __enter__(self) -> "HiCacheConnector":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self.spec = describe_model(self.model, self._page_tokens, self._revision)
+        port, buffer = self._open_port(self.spec, pool_layout(self.spec, self._pool_tokens))
+        self._context = Context(
+            page_tokens=self._page_tokens,
+            layers=len(self.spec.groups[0].layers),
+            tensors=PoolTensors(buffer, self.spec, self._pool_tokens),
+            pool=ColumnPool(self._pool_tokens, self._load_timeout_s),
+            port=port,
+            prefill=self._prefix_kv,
+            l1_reuse=self._l1_reuse,
+            load_timeout_s=self._load_timeout_s,
+            counters=self.counters,
+        )
+
+    def _open(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int, scope: Scope
+    ) -> tuple[list[Row], Batch | None]:
+        pads = _left_padding(input_ids, attention_mask)
+        if pads is None:
+            self.counters.unsupported_masks += 1
+            return [Row(tokens, 0, scope) for tokens in rows_of(input_ids, [0] * len(input_ids))], None
+        tokens = rows_of(input_ids, pads)
+        rows = [Row(np.ascontiguousarray(t), pad, scope) for t, pad in zip(tokens, pads, strict=True)]
+        self._follow_weights()
+        if self._context is None:
+            return rows, None
+        return rows, open_batch(self._context, rows, input_ids.shape[1], max_new_tokens)
+
+    def _prefill_rows(self, batch: Batch) -> bool:
+        """Bring every row to its last token, one by one where that computes fewer tokens than all at once.
+
+        False if a load is late: the request then starts again on an ordinary cache.
+        """
+        width, count = batch.width, len(batch.rows)
+        together = count * (width - batch.resume_column())
+        apart = sum(len(row.prompt) - row.available for row in batch.rows)
+        if count == 1 or apart >= together:
+            batch.begin(uniform=True)
+            return True
+        batch.begin(uniform=False)
+        try:
+            for row in batch.rows:
+                self._prefill_row(batch, row)
+        except LateLoad:
+            batch.finish()
+            return False
+        batch.show(width - 1)
+        return True
+
+    def _prefill_row(self, batch: Batch, row: Row) -> None:
+        begin, end = row.used, len(row.prompt) - 1
+        if begin >= end:
+            return
+        frame = Frame(row.column, 1, batch.frame.stride, batch.frame.capacity - row.pad)
+        layers = [
+            PoolLayer(
+                i,
+                batch.context.tensors,
+                frame,
+                before_write=lambda layer, _: batch.wait_row(row, layer),
+                after_write=lambda _: None,
+            )
+            for i in range(batch.context.layers)
+        ]
+        for layer in layers:
+            layer.resize(begin)
+        self._forward(row.prompt[begin:end], begin, Cache(layers=layers))
+
+    def _prefix_kv(self, tokens: Tokens) -> KeyValues:
+        """Per layer keys and values of a prefix, computed from nothing."""
+        cache = DynamicCache(config=self._text_config())
+        self._forward(tokens, 0, cache)
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    def _forward(self, tokens: Tokens, position: int, cache: Cache) -> None:
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        positions = torch.arange(position, position + len(tokens))[None]
+        keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+        with torch.no_grad():
+            self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep)
+
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    def _scope_of(self, salt: str | None, lora: str | None) -> Scope:
+        return Scope(salt=self._scope.salt if salt is None else salt, lora=self._scope.lora if lora is None else lora)
+
+    def _generation_config(self, **given: Any) -> GenerationConfig:
+        config = GenerationConfig.from_dict(self.model.generation_config.to_dict())
+        config.max_length = None
+        if not given["do_sample"]:  # sampling parameters of the model's own config would only be warned about
+            config.temperature = config.top_k = config.top_p = None
+        config.update(**{key: value for key, value in given.items() if value is not None})
+        return config
+
+    def _stop_tokens(self, config: GenerationConfig | None) -> frozenset[int]:
+        eos = (config or self.model.generation_config).eos_token_id
+        return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+    def _weights_version(self) -> int:
+        """Grows with every in-place change of a parameter that torch knows of (not through `.data`)."""
+        return sum(p._version for p in self.model.parameters())
+
+    def _follow_weights(self) -> None:
+        if self._revision is not None or self._context is None:
+            return
+        version = self._weights_version()
+        if version != self._weights:
+            log.warning("the model's weights changed: hashing them again, nothing of the old ones is reused")
+            self._weights = version
+            self.close()
+            self._connect()
+
+
+def _opener(runtime_dir: str | Path | None, tenant: str) -> OpenPort:
+    options = ClientOptions(
+        runtime_dir=None if runtime_dir is None else Path(runtime_dir),
+        tenant=tenant,
+        engine=f"transformers {transformers.__version__}",
+    )
+
+    def open_port(spec: ModelSpec, layout: L1Layout) -> tuple[Port, Any]:
+        port = DaemonPort(options, spec, layout)
+        return port, port.pool.buffer
+
+    return open_port
+
+
+def _left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int] | None:
+    """Padding columns before each row; None unless each row is zeros, then at least one one."""
+    rows, width = input_ids.shape
+    if attention_mask is None:
+        return [0] * rows if width else None
+    mask = attention_mask.to("cpu", torch.bool)
+    if mask.shape != input_ids.shape or not width:
+        return None
+    pads = (~mask).sum(dim=1)
+    expected = torch.arange(width)[None] >= pads[:, None]
+    if not torch.equal(mask, expected) or bool((pads >= width).any()):
+        return None
+    return [int(p) for p in pads]
