@@ -14,17 +14,24 @@ import sys
 import tokenize
 from pathlib import Path
 
-CLIENT = Path(__file__).resolve().parent.parent / "client" / "hicache_client"
-MODULES = {"aio.py": "sync.py", "handles.py": "sync_handles.py"}
+ROOT = Path(__file__).resolve().parent.parent
+CLIENT = ROOT / "client" / "hicache_client"
+MODULES = {"aio.py": "sync.py", "session.py": "sync_session.py", "handles.py": "sync_handles.py"}
 NAMES = {
     "AsyncClient": "Client",
     "AsyncLoadHandle": "LoadHandle",
     "AsyncStoreHandle": "StoreHandle",
     "_AsyncTransfer": "_Transfer",
+    "AsyncSession": "Session",
     "AsyncPort": "SyncPort",
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",
     "handles": "sync_handles",
+    "session": "sync_session",
+}
+QUOTED = {  # string annotations
+    "AsyncClient": '"Client"',
+    "AsyncSession": '"Session"',
 }
 
 
@@ -55,27 +62,20 @@ def generate(source: str, origin: str) -> str:
             swallow = True
         elif token.type == tokenize.NAME:
             out.append(NAMES.get(token.string, token.string))
-        elif token.type == tokenize.STRING and token.string.strip("\"'") in _QUOTED:
-            out.append(_QUOTED[token.string.strip("\"'")])
+        elif token.type == tokenize.STRING and token.string.strip("\"'") in QUOTED:
+            out.append(QUOTED[token.string.strip("\"'")])
         else:
             out.append(token.string)
         row, column = token.end
     text = f"# Generated from {origin} by tools/unasync.py; edit that one.\n" + "".join(out)
-    ruff = [sys.executable, "-m", "ruff"]
-    text = _filter([*ruff, "check", "--select", "I", "--fix", "--quiet", "--stdin-filename", "sync.py", "-"], text)
-    return _filter([*ruff, "format", "--stdin-filename", "sync.py", "-"], text)
+    text = _ruff(["check", "--select", "I", "--fix", "--quiet"], text)
+    return _ruff(["format"], text)
 
 
-_QUOTED = {
-    "AsyncClient": '"Client"',
-    "AsyncLoadHandle | None": '"LoadHandle | None"',
-    "AsyncStoreHandle | None": '"StoreHandle | None"',
-}
-
-
-def _filter(command: list[str], text: str) -> str:
-    done = subprocess.run(command, input=text, text=True, capture_output=True, check=True, cwd=CLIENT)
-    return done.stdout
+def _ruff(arguments: list[str], text: str) -> str:
+    where = ["--config", str(ROOT / "pyproject.toml"), "--stdin-filename", str(CLIENT / "sync.py"), "-"]
+    command = [sys.executable, "-m", "ruff", *arguments, *where]
+    return subprocess.run(command, input=text, text=True, capture_output=True, check=True, cwd=ROOT).stdout
 
 
 def stale() -> list[str]:

@@ -1,0 +1,328 @@
+"""The client, written once: `sync.py` is generated from this file by tools/unasync.py.
+
+Every call has a deadline, and every failure is a miss: the answer is then EMPTY, None, 0 or {}. It is counted
+in `stats` and logged once per change of state. Only wrong arguments raise (`ValueError`).
+
+The generated sync client may be used from several threads, which take turns; waits on a handle do not hold
+the others up. The async one belongs to the loop it was first used on. Neither survives a fork: make the client
+in the process that uses it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from hicache.base.errors import HiCacheError
+from hicache.protocol.messages import (
+    Accepted,
+    ClientMessage,
+    DaemonMessage,
+    Describe,
+    Description,
+    Done,
+    Extend,
+    Load,
+    Lookup,
+    Match,
+    Prefetch,
+    Renew,
+    Scope,
+    Store,
+)
+from hicache.protocol.wire import Buffer
+from hicache.spec.layout import L1Layout
+from hicache.spec.model import ModelSpec, ShardSpec
+from hicache_client.buffers import int32s, int32s_per_group, natural
+from hicache_client.fences import Fence
+from hicache_client.handles import AsyncLoadHandle, AsyncStoreHandle
+from hicache_client.link import Link, Pending
+from hicache_client.options import EMPTY, ClientOptions, ClientStats
+from hicache_client.pool import SharedPool
+from hicache_client.session import AsyncSession, Registration
+
+_log = logging.getLogger("hicache.client")
+_NO_SCOPE = Scope()
+
+
+class AsyncClient:
+    """An engine rank's connection to hicached. Making one does nothing yet; the first call connects."""
+
+    def __init__(
+        self, options: ClientOptions, model: ModelSpec, layout: L1Layout, shard: ShardSpec, pool: SharedPool
+    ) -> None:
+        """Raises `ValueError` if the pool has another size than the layout says, `HiCacheError(BAD_SPEC)` never:
+        the daemon checks the specs and refuses, which is logged."""
+        if pool.size_bytes != layout.pool_bytes:
+            raise ValueError(f"the pool has {pool.size_bytes} bytes, the layout says {layout.pool_bytes}")
+        self.stats = ClientStats()
+        self._options = options
+        self._groups = len(model.groups)
+        self._session = AsyncSession(options, Registration(model, layout, shard, pool), self.stats)
+        self._port = self._session.port
+
+    # ---- state ------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open, as far as known without asking."""
+        link = self._session.link
+        return link is not None and not link.gone()
+
+    @property
+    def boot_id(self) -> int:
+        """The boot id of the daemon that holds our session, 0 if none does."""
+        link = self._session.link
+        return link.boot_id if link is not None else 0
+
+    async def connect(self, timeout_s: float | None = None) -> bool:
+        """Try to open a session now, pause or not; whether one is open. `timeout_s`: connect_timeout_s."""
+        deadline = self._port.now() + (self._options.connect_timeout_s if timeout_s is None else timeout_s)
+        if not await self._port.enter(deadline):
+            return False
+        try:
+            self._session.try_now()
+            return await self._session.connected(deadline) is not None
+        finally:
+            self._port.leave()
+
+    async def poll(self) -> None:
+        """Take the replies that have come: completions, credits, the end of the session. Does not wait."""
+        if await self._port.enter(self._port.now()):
+            try:
+                if self._session.link is not None:
+                    self._session.alive(self._session.link)
+            finally:
+                self._port.leave()
+
+    async def close(self) -> None:
+        """Say Goodbye, wait for its answer (at most request_timeout_s), free the sockets. Idempotent; the pool
+        is the caller's. Calls after it are misses."""
+        await self._port.enter(float("inf"))  # other threads' calls are bounded
+        try:
+            await self._session.close(self._port.now() + self._options.request_timeout_s)
+        finally:
+            self._port.leave()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # ---- verbs ------------------------------------------------------------------------------------------
+
+    async def lookup(
+        self, tokens: Buffer, limit_tokens: int, scope: Scope = _NO_SCOPE, *, lease: bool = True
+    ) -> Match:
+        """How far is this prompt known? `tokens`: little-endian int32, any contiguous buffer.
+
+        `Match.lease` is a number of this client's (valid until released, or the session ends). Failure: EMPTY.
+        """
+        view = int32s(tokens, "tokens")
+        message = Lookup(view.nbytes // 4, natural(limit_tokens, "limit_tokens"), lease, scope)
+        answer = await self._request(lambda link: message, (view,), attempts=2)
+        return self._matched(answer)
+
+    async def extend(self, lease: int, tokens: Buffer, limit_tokens: int) -> Match:
+        """Look further along a leased sequence: `tokens` follow those of the lease. Failure: EMPTY."""
+        view = int32s(tokens, "tokens")
+        limit = natural(limit_tokens, "limit_tokens")
+
+        def make(link: Link) -> ClientMessage | None:
+            remote = link.leases.get(lease)
+            return None if remote is None else Extend(remote, view.nbytes // 4, limit)
+
+        return self._matched(await self._request(make, (view,)))
+
+    async def prefetch(self, tokens: Buffer, scope: Scope = _NO_SCOPE) -> int:
+        """Have what L3 holds of this prompt brought to L2. Pages that will move; failure: 0."""
+        view = int32s(tokens, "tokens")
+        answer = await self._request(lambda link: Prefetch(view.nbytes // 4, scope), (view,), attempts=2)
+        return answer[1].pages if answer and isinstance(answer[1], Accepted | Done) else 0
+
+    async def renew(self, leases: Sequence[int] = ()) -> int:
+        """Keep these leases; none: a heartbeat. How many are still held; failure: 0."""
+
+        def make(link: Link) -> ClientMessage | None:
+            known = tuple(link.leases[lease] for lease in leases if lease in link.leases)
+            return Renew(known) if known or not leases else None
+
+        answer = await self._request(make, ())
+        return answer[1].count if answer and isinstance(answer[1], Done) else 0
+
+    async def release(self, leases: Sequence[int]) -> None:
+        """Give leases back; does not wait for the answer. Unknown and released ones are no error."""
+        if await self._port.enter(self._port.now() + self._options.request_timeout_s):
+            try:
+                if self._session.link is not None and self._session.alive(self._session.link):
+                    self._give_back(self._session.link, leases)
+            finally:
+                self._port.leave()
+
+    async def describe(self, what: str = "status") -> dict[str, Any]:
+        """The daemon's state as plain data, `schema_version` first. Failure: {}."""
+        message = msgspec.convert({"t": "describe", "what": what}, Describe)
+        answer = await self._request(lambda link: message, (), attempts=2)
+        if not answer or not isinstance(answer[1], Description):
+            return {}
+        try:
+            return msgspec.msgpack.decode(answer[1].data, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            _log.debug("the description is not a map: %s", error)
+            return {}
+
+    async def load(self, lease: int, first_page: int, blocks: Sequence[Buffer]) -> AsyncLoadHandle | None:
+        """Copy leased pages from `first_page` on into L1: per cache group the int32 starts they go to.
+
+        None: nothing was or will be written, and the lease has been given back. A handle that has `failed` but
+        is not yet `settled` (the daemon did not answer in time, but may have begun): the target blocks may
+        still be written; keep them from other sequences until it is. So do not cancel this call (or shield it).
+        """
+        views = int32s_per_group(blocks, self._groups)
+        counts = tuple(view.nbytes // 4 for view in views)
+        page = natural(first_page, "first_page")
+
+        def make(link: Link, fence: Fence) -> ClientMessage | None:
+            remote = link.leases.get(lease)
+            return None if remote is None else Load(remote, page, counts, fence.slot, fence.generation)
+
+        begun = await self._transfer(make, views, lease)
+        if begun is None:
+            return None
+        deadline = self._port.now() + self._options.load_timeout_s
+        return AsyncLoadHandle(self._port, *begun, deadline)
+
+    async def store(
+        self, tokens: Buffer, first_page: int, blocks: Sequence[Buffer], scope: Scope = _NO_SCOPE
+    ) -> AsyncStoreHandle | None:
+        """Offer pages `first_page …` for the cache. `tokens`: all from position 0 to the end of the last page.
+
+        None: nothing is read. Else, also when it `failed`, the source blocks must stay untouched until the
+        handle is `settled`.
+        """
+        view = int32s(tokens, "tokens")
+        views = int32s_per_group(blocks, self._groups)
+        counts = tuple(each.nbytes // 4 for each in views)
+        page = natural(first_page, "first_page")
+
+        def make(link: Link, fence: Fence) -> ClientMessage:
+            return Store(view.nbytes // 4, page, counts, fence.slot, fence.generation, scope)
+
+        begun = await self._transfer(make, (view, *views), 0)
+        if begun is None:
+            return None
+        deadline = self._port.now() + self._options.load_timeout_s
+        return AsyncStoreHandle(self._port, *begun, deadline)
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    async def _request(
+        self, make: Callable[[Link], ClientMessage | None], buffers: Sequence[Buffer], attempts: int = 1
+    ) -> tuple[Link, DaemonMessage] | None:
+        """Ask and return the first answer that is no Error and not Busy, else None.
+
+        `make` builds the message for a session, None if that one cannot serve it. `attempts` 2: the request may
+        be sent again on a new session when the first ends under it."""
+        self.stats.requests += 1
+        deadline = self._port.now() + self._options.request_timeout_s
+        if not await self._port.enter(deadline):
+            self.stats.busy += 1
+            return None
+        try:
+            for _ in range(attempts):
+                link = await self._session.connected(deadline)
+                if link is None:
+                    self.stats.bypassed += 1
+                    return None
+                message = make(link)
+                if message is None:
+                    self.stats.errors += 1
+                    return None
+                try:
+                    pending = await self._session.ask(link, message, buffers, deadline)
+                except HiCacheError as error:
+                    self._session.failed(link, error)
+                    if not link.dead:
+                        return None
+                else:
+                    self._session.succeeded()
+                    return None if pending.reply is None else (link, pending.reply)
+            return None
+        finally:
+            self._port.leave()
+
+    async def _transfer(
+        self,
+        make: Callable[[Link, Fence], ClientMessage | None],
+        buffers: Sequence[Buffer],
+        lease: int,
+    ) -> tuple[Link, Pending, Fence] | None:
+        """Begin a Load (on `lease`) or a Store (0). None: it did not and will not begin, and the lease is
+        back; an unanswered request is returned with its `pending` abandoned."""
+        self.stats.requests += 1
+        deadline = self._port.now() + self._options.request_timeout_s
+        if not await self._port.enter(deadline):
+            self.stats.busy += 1
+            return None
+        try:
+            link = await self._session.connected(deadline)
+            if link is None:
+                self.stats.bypassed += 1
+                return None
+            fence = link.fences.acquire()
+            if fence is None:
+                self.stats.busy += 1
+                self._give_back(link, (lease,))
+                return None
+            begun: Pending | None = None
+            try:
+                begun = await self._begin_transfer(link, fence, make(link, fence), buffers, deadline)
+            finally:
+                if begun is None or begun.abandoned:
+                    self._give_back(link, (lease,))
+            return None if begun is None else (link, begun, fence)
+        finally:
+            self._port.leave()
+
+    async def _begin_transfer(
+        self,
+        link: Link,
+        fence: Fence,
+        message: ClientMessage | None,
+        buffers: Sequence[Buffer],
+        deadline: float,
+    ) -> Pending | None:
+        sent: list[Pending] = []
+        try:
+            if message is None:  # a lease of another session
+                self.stats.errors += 1
+                return None
+            pending = await self._session.ask(link, message, buffers, deadline, fence=fence, sent=sent)
+        except HiCacheError as error:
+            self._session.failed(link, error)
+            return sent[0] if sent and sent[0].abandoned and not fence.settled else None
+        finally:
+            if not sent:  # the daemon has never heard of this slot
+                fence.reject()
+        self._session.succeeded()
+        return pending
+
+    def _matched(self, answer: tuple[Link, DaemonMessage] | None) -> Match:
+        """The Match with its lease under a number of ours: the daemon's mean something in one session only,
+        and an old number must never name another session's lease."""
+        if answer is None:
+            return EMPTY
+        link, match = answer
+        if not isinstance(match, Match):
+            return EMPTY
+        if not match.lease:
+            return match
+        return msgspec.structs.replace(match, lease=link.lease_number(match.lease))
+
+    @staticmethod
+    def _give_back(link: Link, leases: Sequence[int]) -> None:
+        remote = link.forget_leases(leases)
+        if remote and not link.dead:
+            link.give_back(remote)

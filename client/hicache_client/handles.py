@@ -1,0 +1,125 @@
+"""Transfers under way, as their owner sees them. `sync_handles.py` is generated from this file.
+
+Waiting reads shared memory: a short spin, then sleeps that grow to 1 ms. It takes no part in the client's turns
+between threads and notices a dead daemon by the lifeline, within one sleep.
+"""
+
+from collections.abc import Callable
+
+from hicache.protocol.fence import STATE_DONE, STATE_FAILED
+from hicache.protocol.messages import Accepted, Done
+from hicache_client.fences import Fence
+from hicache_client.link import Link, Pending
+from hicache_client.ports import AsyncPort
+
+SPIN_S = 50e-6
+FIRST_SLEEP_S = 20e-6
+MAX_SLEEP_S = 1e-3
+GROWTH = 1.6
+
+
+class _AsyncTransfer:
+    """What loads and stores have in common. `deadline` on the monotonic clock, seconds."""
+
+    def __init__(self, port: AsyncPort, link: Link, pending: Pending, fence: Fence, deadline: float) -> None:
+        self.fence = fence
+        self.deadline = deadline
+        self._port = port
+        self._link = link
+        self._pending = pending
+
+    @property
+    def pages(self) -> int:
+        """Pages that the daemon said it moves."""
+        reply = self._pending.reply
+        return reply.pages if isinstance(reply, Accepted | Done) else 0
+
+    @property
+    def settled(self) -> bool:
+        """The daemon touches the L1 blocks no more: the copy ended, or never began, or the session is over."""
+        return self.fence.settled or self._link.gone()
+
+    @property
+    def failed(self) -> bool:
+        """It will not complete (or its caller gave up before the daemon answered)."""
+        if self.fence.state == STATE_DONE:
+            return False
+        last = self._pending.last
+        refused = last is not None and not isinstance(last, Done)
+        return refused or self.fence.state == STATE_FAILED or self._pending.abandoned or self._link.gone()
+
+    async def wait_settled(self, deadline: float | None = None) -> bool:
+        """Wait until `settled`; False at the deadline."""
+        return await self._wait(lambda: True if self.settled else None, deadline)
+
+    async def _wait(self, ready: Callable[[], bool | None], deadline: float | None) -> bool:
+        """Poll `ready` until it is True or False (None: not yet); False at the deadline."""
+        now = self._port.now()
+        end = self.deadline if deadline is None else deadline
+        spin_end, pause = now + SPIN_S, FIRST_SLEEP_S
+        while True:
+            verdict = ready()
+            if verdict is not None:
+                return verdict
+            now = self._port.now()
+            if now >= end:
+                return False
+            if now >= spin_end:
+                await self._port.sleep(min(pause, end - now))
+                pause = min(pause * GROWTH, MAX_SLEEP_S)
+
+
+class AsyncLoadHandle(_AsyncTransfer):
+    """L2 → L1, layer by layer."""
+
+    @property
+    def layers_done(self) -> int:
+        return self.fence.layers_done
+
+    @property
+    def done(self) -> bool:
+        """All layers are in place."""
+        return self.fence.state == STATE_DONE
+
+    async def wait_layer(self, layer: int, deadline: float | None = None) -> bool:
+        """Wait until layer `layer` (0 …, in the model's order) is in place.
+
+        False: the load failed, the daemon went away, or `deadline` (monotonic seconds; default: the load's own)
+        passed. The layer's contents are then undefined: recompute."""
+        return await self._wait(lambda: self._ready(layer), deadline)
+
+    async def wait_done(self, deadline: float | None = None) -> bool:
+        """Wait until every layer is in place; False as for `wait_layer`."""
+        return await self._wait(lambda: True if self.done else (False if self.failed else None), deadline)
+
+    def _ready(self, layer: int) -> bool | None:
+        if self.fence.layers_done > layer or self.fence.state == STATE_DONE:
+            return True
+        return False if self.failed else None
+
+
+class AsyncStoreHandle(_AsyncTransfer):
+    """L1 → L2. `settled`: the source blocks may be reused. `done`: the pages are visible to lookups."""
+
+    @property
+    def done(self) -> bool:
+        """The daemon said Done, as far as replies have been taken (`wait_done` and every call take them)."""
+        return isinstance(self._pending.last, Done)
+
+    @property
+    def failed(self) -> bool:
+        """The pages will not become visible by this store, as far as is known."""
+        last = self._pending.last
+        if last is not None:
+            return not isinstance(last, Done)
+        return self.fence.state == STATE_FAILED or self._pending.abandoned or self._link.gone()
+
+    async def wait_done(self, deadline: float | None = None) -> bool:
+        """Wait until the pages are visible; False: failed, the daemon went away, or the deadline passed."""
+        return await self._wait(self._ready, deadline)
+
+    def _ready(self) -> bool | None:
+        self._port.drain(self._link)
+        if self.done:
+            return True
+        return False if self.failed else None

@@ -1,0 +1,330 @@
+"""Keeping one session open with a daemon that may come and go. `sync_session.py` is generated from this file.
+
+    AWAY ──call, pause over──► ATTACHING ──Attached──► GREETING ──Welcome──► UP
+     ▲      (an attempt goes on over several calls, each no longer than its own deadline)
+     └── refused, connect_timeout_s, daemon gone, other boot id, unknown session, SILENT_LIMIT timeouts in a row
+
+While AWAY is in a pause, calls return at once; so they do after a timeout, until the pause is over or any reply
+comes. A lost session that had served is replaced at the next call without a pause, so a restarted daemon is
+found by the very request that would have failed.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+import zmq
+
+from hicache.base.errors import ErrorCode, HiCacheError
+from hicache.protocol.messages import (
+    Attach,
+    Attached,
+    Busy,
+    ClientMessage,
+    Error,
+    Goodbye,
+    Hello,
+    Refuse,
+    Welcome,
+)
+from hicache.protocol.version import SUPPORTED
+from hicache.protocol.wire import Buffer
+from hicache.spec.layout import L1Layout
+from hicache.spec.model import ModelSpec, ShardSpec
+from hicache_client.buffers import error_of
+from hicache_client.fences import Fence, FenceArea
+from hicache_client.lifeline import Lifeline
+from hicache_client.link import Link, Pending, open_dealer
+from hicache_client.options import ClientOptions, ClientStats
+from hicache_client.paths import CONTROL_NAME, LIFELINE_NAME, runtime_dir
+from hicache_client.pool import SharedPool
+from hicache_client.ports import AsyncPort
+from hicache_client.retry import Backoff
+
+SILENT_LIMIT = 3
+
+_log = logging.getLogger("hicache.client")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a client says of itself at every Hello."""
+
+    model: ModelSpec
+    layout: L1Layout
+    shard: ShardSpec
+    pool: SharedPool
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A registration under way."""
+
+    lifeline: Lifeline
+    fences: FenceArea
+    epoch: int
+    expires: float
+    link: Link | None = None
+    hello: Pending | None = None
+
+
+class AsyncSession:
+    """At most one link, opened when it is wanted. The caller brackets its use with `port.enter` and `leave`."""
+
+    def __init__(self, options: ClientOptions, registration: Registration, stats: ClientStats) -> None:
+        self.port = AsyncPort()
+        self.link: Link | None = None
+        self._stats = stats
+        self._options = options
+        self._registration = registration
+        self._dir = runtime_dir(options.runtime_dir)
+        self._backoff = Backoff(options.retry_initial_s, options.retry_max_s, Random().random)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._instance = os.urandom(16)
+        self._epoch = 0
+        self._lease_numbers = count(1)
+        self._attempt: _Attempt | None = None
+        self._said = ""
+        self._closed = False
+
+    def try_now(self) -> None:
+        """Forget the pause: the next call tries."""
+        self._backoff.succeeded()
+
+    async def close(self, deadline: float) -> None:
+        """Say Goodbye and wait for its answer until `deadline`, then free the sockets. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_attempt()
+        link = self.link
+        if link is not None and self.alive(link):
+            try:
+                await self.ask(link, Goodbye(), (), deadline)
+            except HiCacheError as error:
+                _log.debug("goodbye was not answered: %s", error)
+            self._lost(link, "closed")
+        self._context.destroy(0)
+
+    async def ask(
+        self,
+        link: Link,
+        message: ClientMessage,
+        buffers: Sequence[Buffer],
+        deadline: float,
+        *,
+        fence: Fence | None = None,
+        sent: list[Pending] | None = None,
+    ) -> Pending:
+        """Send and wait for the first answer; the request as sent is put in `sent` too. Raises `HiCacheError`:
+        the daemon's own, BUSY, TIMEOUT, TOO_LARGE, or UNKNOWN_SESSION when the session ended."""
+        link.check_size(message, buffers)
+        sent = [] if sent is None else sent
+
+        def send() -> bool:
+            pending = link.try_send(message, buffers, fence)
+            if pending is not None:
+                sent.append(pending)
+            return pending is not None
+
+        received = link.received
+        if not await self.until(link, send, deadline):
+            if link.dead:
+                raise HiCacheError(ErrorCode.UNKNOWN_SESSION, link.dead)
+            if link.received == received:
+                link.silent += 1
+                raise HiCacheError(ErrorCode.TIMEOUT, "no credit and no reply before the deadline")
+            raise HiCacheError(ErrorCode.BUSY, "no credit came free before the deadline")
+        pending = sent[0]
+        try:
+            await self.until(link, lambda: pending.reply is not None, deadline)
+        finally:
+            if pending.reply is None:  # deadline, end of session, or our caller was cancelled
+                link.abandon(pending)
+        match pending.reply:
+            case None if link.dead:
+                raise HiCacheError(ErrorCode.UNKNOWN_SESSION, link.dead)
+            case None:
+                link.silent += 1
+                raise HiCacheError(ErrorCode.TIMEOUT, "no reply before the deadline")
+            case Error() | Busy() | Refuse() as reply:
+                raise error_of(reply)
+        return pending
+
+    async def until(self, link: Link, ready: Callable[[], bool], deadline: float) -> bool:
+        """Pump the link until `ready`; False at the deadline or when the session has ended."""
+        while True:
+            if ready():
+                return True
+            link.drain()
+            if ready():
+                return True
+            left = deadline - self.port.now()
+            if link.dead or left <= 0:
+                return False
+            await self.port.wait(link, left)
+
+    # ---- sessions ---------------------------------------------------------------------------------------
+
+    def alive(self, link: Link) -> bool:
+        """Drain; a link found dead is put away."""
+        link.drain()
+        if link.dead:
+            self._lost(link, link.dead)
+        return not link.dead
+
+    async def connected(self, deadline: float) -> Link | None:
+        """The session's link, opening one if it is time to; None: away, or not through by `deadline`."""
+        link = self.link
+        if link is not None and self.alive(link):
+            return None if link.silent and self._backoff.waiting(self.port.now()) else link
+        if self._closed or self._backoff.waiting(self.port.now()):
+            return None
+        if not await self.port.enter_connect(deadline):
+            return None
+        try:
+            if self.link is None and not self._closed and not self._backoff.waiting(self.port.now()):
+                await self._connect(deadline)
+            return self.link  # ours, or that of a coroutine which was faster
+        finally:
+            self.port.leave_connect()
+
+    async def _connect(self, deadline: float) -> None:
+        try:
+            if self._attempt is None:
+                self._attempt = self._attach()
+            link = await self._advance(self._attempt, deadline)
+        except HiCacheError as error:
+            self._drop_attempt()
+            self._backoff.failed(self.port.now())
+            self._say(f"away {error.code}", logging.WARNING, "hicache is away, running uncached: %s", error)
+            return
+        if link is not None:
+            self._attempt = None
+            self.link = link
+            self._stats.connects += 1
+            self._say("up", logging.INFO, "hicache session opened at %s", self._dir)
+
+    def _attach(self) -> _Attempt:
+        lifeline = Lifeline(self._dir / LIFELINE_NAME)
+        self._epoch += 1
+        slots = self._options.fence_slots
+        try:
+            fences = FenceArea(slots)
+        except OSError as error:
+            lifeline.close()
+            raise HiCacheError(ErrorCode.INTERNAL, f"no memory for fences: {error.strerror}") from error
+        attempt = _Attempt(lifeline, fences, self._epoch, self.port.now() + self._options.connect_timeout_s)
+        self._attempt = attempt  # from here on it is dropped on failure
+        attach = Attach(self._instance, self._epoch, self._registration.pool.size_bytes, slots)
+        lifeline.attach(attach, self._registration.pool.fd, fences.fd)
+        return attempt
+
+    async def _advance(self, attempt: _Attempt, deadline: float) -> Link | None:
+        """Carry an attempt on until `deadline`: its link when it is through, None if it needs more time.
+
+        Raises `HiCacheError` when it has failed or is older than connect_timeout_s."""
+        until = min(deadline, attempt.expires)
+        while attempt.link is None:
+            answer = attempt.lifeline.answer()
+            if isinstance(answer, Attached):
+                sock = open_dealer(self._context, self._dir / CONTROL_NAME)
+                attempt.link = Link(sock, attempt.lifeline, attempt.fences, answer.boot, attempt.epoch)
+                attempt.link.stats = self._stats
+                attempt.link.lease_numbers = self._lease_numbers
+                self.port.watch(attempt.link)
+            elif isinstance(answer, Refuse):
+                raise error_of(answer)
+            elif self.port.now() >= until:
+                self._check_age(attempt)
+                return None
+            else:
+                await self.port.readable(attempt.lifeline.fd, until - self.port.now())
+        link, hello = attempt.link, self._hello(attempt.epoch)
+
+        def greeted() -> bool:
+            if attempt.hello is None:
+                attempt.hello = link.try_send(hello, ())
+            return attempt.hello is not None and attempt.hello.reply is not None
+
+        if not await self.until(link, greeted, until):
+            if link.dead:
+                raise HiCacheError(ErrorCode.TIMEOUT, link.dead)
+            self._check_age(attempt)
+            return None
+        reply = attempt.hello.reply if attempt.hello else None
+        if isinstance(reply, Welcome):
+            link.limits = reply.limits
+            return link
+        if isinstance(reply, Error | Busy | Refuse):
+            raise error_of(reply)
+        raise HiCacheError(ErrorCode.MALFORMED, f"{type(reply).__name__} came as answer to Hello")
+
+    def _hello(self, epoch: int) -> Hello:
+        return Hello(
+            versions=SUPPORTED,
+            instance=self._instance,
+            epoch=epoch,
+            model=self._registration.model,
+            layout=self._registration.layout,
+            shard=self._registration.shard,
+            tenant=self._options.tenant,
+            credential=self._options.credential,
+            engine=self._options.engine,
+        )
+
+    def _check_age(self, attempt: _Attempt) -> None:
+        if self.port.now() >= attempt.expires:
+            raise HiCacheError(ErrorCode.TIMEOUT, "the daemon did not finish the registration in time")
+
+    def _drop_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        if attempt.link is not None:
+            self.port.unwatch(attempt.link)
+            attempt.link.close()
+        attempt.lifeline.close()
+        attempt.fences.close()
+
+    def _lost(self, link: Link, reason: str) -> None:
+        """Put a session away. Idempotent."""
+        if self.link is not link:
+            return
+        self.link = None
+        self._stats.losses += 1
+        if not link.proven:  # lost again before it served: not at once once more
+            self._backoff.failed(self.port.now())
+        self.port.unwatch(link)
+        link.close()
+        level = logging.INFO if self._closed else logging.WARNING
+        self._say("lost", level, "hicache session ended: %s", reason)
+
+    def failed(self, link: Link, error: HiCacheError) -> None:
+        """Count a request's failure; decide whether the session is still good."""
+        if error.code == ErrorCode.TIMEOUT and not link.dead:
+            self._stats.timeouts += 1
+            self._backoff.failed(self.port.now())
+            self._say("silent", logging.WARNING, "hicache does not answer, running uncached: %s", error)
+            if link.silent >= SILENT_LIMIT:
+                link.dead = f"{link.silent} requests in a row met their deadline"
+        elif error.code == ErrorCode.BUSY:
+            self._stats.busy += 1
+        else:
+            self._stats.errors += 1
+            _log.debug("a request failed: %s", error)
+        if link.dead:
+            self._lost(link, link.dead)
+
+    def succeeded(self) -> None:
+        self._backoff.succeeded()
+        self._say("up", logging.INFO, "hicache answers again")
+
+    def _say(self, state: str, level: int, text: str, *args: object) -> None:
+        """Log a change of state; the same state again is silent."""
+        if state != self._said:
+            self._said = state
+            _log.log(level, text, *args)
