@@ -43,7 +43,7 @@ HEADER_BYTES = HEADER.size
 KIND_MESSAGE = 0
 
 Buffer = bytes | memoryview
-M = TypeVar("M")
+M = TypeVar("M", ClientMessage, DaemonMessage, LifelineMessage)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
@@ -178,19 +178,29 @@ def _read_body(decoder: msgspec.msgpack.Decoder[M], body: Buffer, minor: int) ->
         raise _malformed(f"the body is no message: {error}") from error
 
 
-def _check_limits(message: object, limits: Limits) -> None:
-    def at_most(got: int, limit: int, what: str) -> None:
-        if got > limit:
-            raise _too_large(f"{type(message).__name__}: {got} {what}, at most {limit}")
+def _check_limits(message: ClientMessage | DaemonMessage | LifelineMessage, limits: Limits) -> None:
+    match message:
+        case Lookup() | Extend() | Prefetch() | Store():
+            _at_most(message.tokens_count, limits.tokens_per_request, "tokens", message)
+        case Renew() | Release():
+            _at_most(len(message.leases), limits.leases_per_session, "leases", message)
+        case _:
+            pass
+    match message:
+        case Lookup() | Prefetch():
+            _at_most(_scope_bytes(message.scope), limits.scope_bytes, "bytes of scope", message)
+        case Load():
+            _at_most(len(message.blocks_count), limits.groups, "groups", message)
+        case Store():
+            _at_most(_scope_bytes(message.scope), limits.scope_bytes, "bytes of scope", message)
+            _at_most(len(message.blocks_count), limits.groups, "groups", message)
+        case _:
+            pass
 
-    if isinstance(message, Lookup | Extend | Prefetch | Store):
-        at_most(message.tokens_count, limits.tokens_per_request, "tokens")
-    if isinstance(message, Load | Store):
-        at_most(len(message.blocks_count), limits.groups, "groups")
-    if isinstance(message, Lookup | Prefetch | Store):
-        at_most(_scope_bytes(message.scope), limits.scope_bytes, "bytes of scope")
-    if isinstance(message, Renew | Release):
-        at_most(len(message.leases), limits.leases_per_session, "leases")
+
+def _at_most(got: int, limit: int, what: str, message: msgspec.Struct) -> None:
+    if got > limit:
+        raise _too_large(f"{type(message).__name__}: {got} {what}, at most {limit}")
 
 
 def _scope_bytes(scope: Scope) -> int:
@@ -201,8 +211,8 @@ def _scope_bytes(scope: Scope) -> int:
     return strings + sum(8 + len(digest) for _, digest in scope.multimodal)
 
 
-def _check_buffers(message: object, buffers: tuple[Buffer, ...]) -> None:
-    declared = buffer_bytes(message)  # type: ignore[arg-type]  # any of the three unions
+def _check_buffers(message: ClientMessage | DaemonMessage | LifelineMessage, buffers: tuple[Buffer, ...]) -> None:
+    declared = buffer_bytes(message)
     if len(declared) != len(buffers):
         raise _malformed(f"{type(message).__name__}: {len(buffers)} buffers, its counts say {len(declared)}")
     for index, (want, buffer) in enumerate(zip(declared, buffers, strict=True)):
