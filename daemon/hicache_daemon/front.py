@@ -49,10 +49,11 @@ from hicache.protocol.messages import (
     Release,
     Renew,
     Store,
+    Welcome,
 )
 from hicache.protocol.wire import Envelope, decode_client, encode, request_id_of
 from hicache_daemon.admission import Tenants, check_hello
-from hicache_daemon.lanes import Lanes
+from hicache_daemon.lanes import CpuLane
 from hicache_daemon.lifeline import Lifeline
 from hicache_daemon.phase import Phase
 from hicache_daemon.server import Sent
@@ -80,7 +81,7 @@ class Front:
     tenants: Tenants
     sessions: Sessions
     lifeline: Lifeline
-    lanes: Lanes
+    lanes: CpuLane
     send: Callable[[bytes, Sequence[Any]], Sent]
     feed: Callable[[Event], None]
     post: Callable[[Event], None]
@@ -123,15 +124,18 @@ class Front:
             session.open.discard(command.request)
         if session.silent:
             return
-        frames = encode(command.message, command.request, self.boot_id, session.epoch)
+        message = command.message
+        if isinstance(message, Welcome):  # the version is agreed at this desk; the state knows of none
+            message = msgspec.structs.replace(message, version=session.version)
+        frames = encode(message, command.request, self.boot_id, session.epoch)
         sent = self.send(session.identity, frames)
         if sent is not Sent.OK:
             session.silent = True
             self.log.warning("session.unreachable", session=session.id, engine=session.engine, reason=sent.value)
             self.post(SessionClosed(SessionId(session.id), sent.value))
-        elif isinstance(command.message, Refuse):
+        elif isinstance(message, Refuse):
             self.counters["refused"] += 1
-            self.drop(session.id, command.message.reason)
+            self.drop(session.id, message.reason)
 
     def drop(self, session_id: int, reason: str) -> None:
         """Forget a session at the edge: unmap its memory, close its lifeline. Idempotent."""
@@ -215,7 +219,7 @@ class Front:
             raise HiCacheError(ErrorCode.MALFORMED, f"epoch is {epoch} in the header, {hello.epoch} in Hello")
         attachment = self.lifeline.waiting(hello.instance, hello.epoch)
         assert attachment.attach is not None
-        check_hello(hello, attachment.attach, self.tenants, self.limits)
+        version = check_hello(hello, attachment.attach, self.tenants, self.limits)
         earlier = self.sessions.of_identity(identity)
         if earlier is not None:
             self.feed(SessionClosed(SessionId(earlier.id), "superseded by a new Hello on its connection"))
@@ -242,6 +246,7 @@ class Front:
             tenant=hello.tenant,
             engine=hello.engine,
             model=hello.model.name,
+            version=version,
             pid=pid,
             opened_s=now_s,
             heard_s=now_s,
@@ -278,9 +283,7 @@ def _event(session: SessionId, request: RequestId, message: ClientMessage, buffe
             return PrefetchAsked(session, request, bytes(buffers[0]), message.scope)
         case Load():
             lease, blocks = LeaseId(message.lease), _int32s(buffers)
-            return LoadAsked(
-                session, request, lease, message.first_page, blocks, message.fence, message.generation
-            )
+            return LoadAsked(session, request, lease, message.first_page, blocks, message.fence, message.generation)
         case Store():
             return StoreAsked(
                 session,

@@ -1,7 +1,7 @@
 """The daemon's life.
 
-    STARTING ─sockets open─► RECOVERING ─rows of L3 known─► READY ─SIGTERM─► DRAINING ─idle or late─► STOPPED
-        └────────────┴── SIGTERM ──┴──────────────────────────────────────────────────────────────────►┘
+STARTING ─sockets open─► RECOVERING ─rows of L3 known─► READY ─SIGTERM─► DRAINING ─idle or late─► STOPPED
+    └────────────┴── SIGTERM ──┴──────────────────────────────────────────────────────────────────►┘
 """
 
 from enum import StrEnum

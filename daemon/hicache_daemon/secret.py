@@ -8,6 +8,7 @@ from hicache.base.errors import ErrorCode, HiCacheError
 
 SECRET_BYTES = 32
 SECRET_NAME = "secret"
+RECORDS_NAME = "records"  # folder of the store itself, below l3.path
 
 
 def load_secret(secret_file: Path | None, l3_path: Path | None) -> bytes:
@@ -22,6 +23,12 @@ def load_secret(secret_file: Path | None, l3_path: Path | None) -> bytes:
         return os.urandom(SECRET_BYTES)
     path = l3_path / SECRET_NAME
     if not path.exists():
+        if (l3_path / RECORDS_NAME).exists():
+            raise HiCacheError(
+                ErrorCode.CONFIG,
+                f"l3.path: {l3_path} holds records, but the secret that keys them is gone from {path}",
+                "restore it, set identity.secret_file, or move the directory away: it is a cache and fills again",
+            )
         _create(path)
     return _read(path, "the secret beside l3.path")
 

@@ -74,7 +74,7 @@ class Server:
         finally:
             os.umask(mask)
         self._loop = loop
-        self._fd = sock.getsockopt(zmq.FD)
+        self._fd = int(sock.getsockopt(zmq.FD))
         loop.add_reader(self._fd, self._drain)
         self._wake()  # an edge may have come between bind and add_reader
 
@@ -89,7 +89,7 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             outcome = Sent.GONE
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._wake()
         return outcome
 

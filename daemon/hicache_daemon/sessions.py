@@ -15,6 +15,7 @@ class Session:
     tenant: str
     engine: str
     model: str
+    version: int  # of the protocol, as agreed
     pid: int
     opened_s: float
     heard_s: float

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.base.clock import Clock
-from hicache.base.limits import Limits
+from hicache.base.ids import PageKey
 from hicache.core.commands import DeleteRecords, ReadRecords, Record, TouchRecords, WriteRecords
 from hicache.core.events import (
     Event,
@@ -32,7 +32,6 @@ from hicache.core.events import (
     StoreRecovered,
     StoreWritten,
 )
-from hicache.base.ids import PageKey
 from hicache.store.base import RecordId, RecordMeta, RecordStatus, Store, StoredRow, StoreStats
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,6 +51,15 @@ class RecoveryEnded:
 
     rows: int
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """`batch_records` per store call; `queue_records` bounds reads and writes that wait, each."""
+
+    readers: int
+    batch_records: int
+    queue_records: int
 
 
 Note = Event | RecoveryEnded
@@ -94,9 +102,8 @@ class StoreThreads:
         store: Store,
         arena: Bytes,
         post: Callable[[Note], None],
+        options: StoreOptions,
         *,
-        readers: int,
-        limits: Limits,
         clock: Clock,
         log: Any,
     ) -> None:
@@ -106,8 +113,8 @@ class StoreThreads:
         self._post = post
         self._clock = clock
         self._log = log
-        self._batch = limits.io_batch_pages
-        self._bound = limits.pages_in_flight
+        self._batch = options.batch_records
+        self._bound = options.queue_records
         self._lock = threading.Lock()
         self._reads = threading.Condition(self._lock)
         self._writes = threading.Condition(self._lock)
@@ -118,10 +125,10 @@ class StoreThreads:
         self._stopping_writer = False
         self._halt = threading.Event()
         self._stats = store.stats()
-        self._mode = ("rw", "")
+        self._mode = self._stats.mode
         self._counters = {"thread_deaths": 0, "read_refused": 0, "write_refused": 0, "touch_dropped": 0}
         self._workers = [_Worker("hicache-l3-writer", self._write_loop)]
-        self._workers += [_Worker(f"hicache-l3-reader-{i}", self._read_loop) for i in range(readers)]
+        self._workers += [_Worker(f"hicache-l3-reader-{i}", self._read_loop) for i in range(options.readers)]
 
     # ---- loop side ----------------------------------------------------------------------------------
 
@@ -245,7 +252,7 @@ class StoreThreads:
             try:
                 worker.body(worker)
                 worker.done = True
-            except Exception:  # reported and counted; the commands it held have been answered
+            except Exception:  # noqa: BLE001 - reported and counted; the commands it held have been answered
                 worker.since_s = None
                 with self._lock:
                     self._counters["thread_deaths"] += 1
@@ -345,8 +352,8 @@ class StoreThreads:
 
     def _look_at_mode(self, stats: StoreStats) -> None:
         self._stats = stats
-        if stats.mode != self._mode[0]:
-            self._mode = (stats.mode, stats.reason)
+        if stats.mode != self._mode:
+            self._mode = stats.mode
             self._log.warning("store.mode", mode=stats.mode, reason=stats.reason)
             self._post(StoreModeChanged(stats.mode, stats.reason))
 

@@ -56,7 +56,7 @@ class Watchdog:
 
     It cannot repair a hang; a supervisor (systemd's WatchdogSec, fed by `on_alive`) can."""
 
-    def __init__(self, gauge: LagGauge, clock: Clock, log: Any, on_alive: Callable[[], None]) -> None:
+    def __init__(self, gauge: LagGauge, clock: Clock, log: Any, on_alive: Callable[[], object]) -> None:
         self._gauge = gauge
         self._clock = clock
         self._log = log

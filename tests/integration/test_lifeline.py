@@ -36,6 +36,15 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Poll: what is awaited happens in the code under test, which has no event for it."""
+    for _ in range(int(SAFETY_S / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
 class Peer:
     """A client's end."""
 
@@ -87,7 +96,7 @@ def run(tmp_path: Path, scenario: Scenario) -> None:
 
 def test_attach_bind_and_death(tmp_path: Path) -> None:
     async def scenario(lifeline: Lifeline, path: Path, died: list[int]) -> None:
-        assert path.stat().st_mode & 0o777 == 0o600
+        assert os.stat(path).st_mode & 0o777 == 0o600
         peer, fds = Peer(path), [memfd(POOL_BYTES), memfd(SLOTS * 64)]
         peer.attach(fds)
         assert await peer.answer() == Attached(BOOT)
@@ -98,8 +107,7 @@ def test_attach_bind_and_death(tmp_path: Path) -> None:
         with pytest.raises(HiCacheError, match="no lifeline"):
             lifeline.waiting(INSTANCE, 1)
         peer.sock.close()
-        while not died:
-            await asyncio.sleep(0.005)
+        await until(lambda: died)
         assert died == [7]
         assert lifeline.counts() == {"bound": 0, "unbound": 0}
         for fd in fds:
@@ -185,14 +193,12 @@ def test_what_never_says_hello_is_bounded_in_number_and_time(tmp_path: Path, mon
 
     async def scenario(lifeline: Lifeline, path: Path, died: list[int]) -> None:
         peers = [Peer(path) for _ in range(module.MAX_UNBOUND)]
-        while lifeline.counts()["unbound"] < module.MAX_UNBOUND:
-            await asyncio.sleep(0.005)
+        await until(lambda: lifeline.counts()["unbound"] == module.MAX_UNBOUND)
         extra = Peer(path)
         refuse = await extra.answer()
         assert isinstance(refuse, Refuse)
         assert refuse.code == ErrorCode.BUSY
-        while lifeline.counts()["unbound"]:
-            await asyncio.sleep(0.02)
+        await until(lambda: not lifeline.counts()["unbound"])
         for peer in peers:
             assert await peer.receive() == b""
             peer.sock.close()

@@ -1,15 +1,27 @@
 """The control socket: nothing waits for an edge that was consumed, and a deaf client does not block others."""
 
 import asyncio
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 import zmq
 
 from hicache.base.limits import Limits
 from hicache_daemon.server import Sent, Server
 
 SAFETY_S = 30.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Poll: what is awaited happens in the code under test, which has no event for it."""
+    for _ in range(int(SAFETY_S / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
 
 
 def dealer(context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> "zmq.Socket[bytes]":
@@ -21,8 +33,6 @@ def dealer(context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> "zmq.Socket
 
 def loop_factory(kind: str) -> asyncio.AbstractEventLoop:
     if kind == "uvloop":
-        import uvloop
-
         return uvloop.new_event_loop()
     return asyncio.SelectorEventLoop()
 
@@ -51,7 +61,7 @@ def test_bursts_from_several_clients_are_all_answered(tmp_path: Path, kind: str)
         server = Server(path, Limits(), lambda identity, frames: answers.append(server.send(identity, frames[:1])))
         answers: list[Sent] = []
         server.open(loop)
-        assert path.stat().st_mode & 0o077 == 0
+        assert os.stat(path).st_mode & 0o077 == 0
         try:
             return await asyncio.gather(*(loop.run_in_executor(None, client, n) for n in range(clients)))
         finally:
@@ -83,12 +93,10 @@ def test_a_client_that_reads_nothing_is_found_out_and_others_are_served(tmp_path
             deaf, fine = dealer(context, path), dealer(context, path)
             deaf.setsockopt(zmq.RCVHWM, 1)
             deaf.send(b"many")
-            while b"many" not in outcomes:
-                await asyncio.sleep(0.005)
+            await until(lambda: b"many" in outcomes)
             assert outcomes[b"many"][-1] is Sent.FULL
             fine.send(b"once")
-            while not fine.poll(0):
-                await asyncio.sleep(0.005)
+            await until(lambda: fine.poll(0))
             assert outcomes[b"once"] == [Sent.OK]
             assert server.send(b"nobody", [b"hello?"]) is Sent.GONE
             deaf.close()
@@ -109,8 +117,7 @@ def test_a_message_of_too_many_frames_is_cut_but_consumed_whole(tmp_path: Path) 
             sock = dealer(context, path)
             sock.send_multipart([b"a"] * 1000)
             sock.send_multipart([b"next"])
-            while len(got) < 2:
-                await asyncio.sleep(0.005)
+            await until(lambda: len(got) == 2)
             sock.close()
         server.close()
 

@@ -21,7 +21,7 @@ def test_many_threads_lose_nothing_and_each_keeps_its_order() -> None:
             if len(got) == threads_count * each:
                 done.set()
 
-        inbox = Inbox(loop, handle)
+        inbox = Inbox[Event](loop, handle)
 
         def post(first: int) -> None:
             for ticket in range(first, first + each):
@@ -50,7 +50,7 @@ def test_one_wake_up_serves_all_that_were_posted_before_it() -> None:
             return super().call_soon_threadsafe(*args, **kwargs)  # type: ignore[arg-type]
 
     loop, got = Loop(), list[Event]()
-    inbox = Inbox(loop, got.append)
+    inbox = Inbox[Event](loop, got.append)
     for ticket in range(100):
         inbox.post(CopyEnded(TicketId(ticket), True))
     loop.call_soon(loop.stop)

@@ -42,3 +42,12 @@ def test_a_file_that_is_short_no_hex_or_public_is_refused(
     with pytest.raises(HiCacheError) as caught:
         load_secret(path, None)
     assert complaint in str(caught.value)
+
+
+def test_a_secret_that_was_lost_is_not_quietly_replaced(tmp_path: Path) -> None:
+    load_secret(None, tmp_path)
+    (tmp_path / "records").mkdir()
+    (tmp_path / "secret").unlink()
+    with pytest.raises(HiCacheError, match="is gone"):
+        load_secret(None, tmp_path)
+    assert not (tmp_path / "secret").exists()

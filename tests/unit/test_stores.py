@@ -15,7 +15,7 @@ from hicache.core.commands import DeleteRecords, ReadRecords, Record, TouchRecor
 from hicache.core.events import StoreDeleted, StoreModeChanged, StoreRead, StoreRecovered, StoreWritten
 from hicache.store.base import Bytes, RecordId, RecordMeta, RecordStatus, StoredRow, StoreStats
 from hicache_daemon.log import LevelGate, make_log
-from hicache_daemon.stores import RECOVERY_BATCH, RECOVERY_WINDOW, Note, RecoveryEnded, StoreThreads
+from hicache_daemon.stores import RECOVERY_BATCH, RECOVERY_WINDOW, Note, RecoveryEnded, StoreOptions, StoreThreads
 
 LENGTH = 8
 SAFETY_S = 20.0
@@ -105,15 +105,9 @@ class Harness:
         self.store = store
         self.arena = np.zeros(4096 * LENGTH, np.uint8)
         self.notes: Queue[Note] = Queue()
-        self.threads = StoreThreads(
-            store,
-            self.arena,
-            self.notes.put,
-            limits=limits,
-            clock=_Clock(),
-            log=make_log(LevelGate("error"), "json"),
-            readers=2,
-        )
+        options = StoreOptions(2, limits.io_batch_pages, limits.pages_in_flight)
+        log = make_log(LevelGate("error"), "json")
+        self.threads = StoreThreads(store, self.arena, self.notes.put, options, clock=_Clock(), log=log)
 
     def next(self, kind: type[Any]) -> Any:
         note = self.notes.get(timeout=SAFETY_S)

@@ -6,18 +6,14 @@ full instance id is ever in an answer.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from hicache.base.clock import Clock
-from hicache.core.state import CacheState
-from hicache_daemon.front import Front
 from hicache_daemon.lifecycle import Life, Parts
-from hicache_daemon.lifeline import Lifeline
 from hicache_daemon.phase import Phase
 from hicache_daemon.sessions import Session, Sessions
-from hicache_daemon.stores import STUCK_S, StoreThreads
+from hicache_daemon.stores import STUCK_S
 
 SCHEMA_VERSION = 1
 LAG_ALARM_MS = 1000.0
@@ -32,7 +28,6 @@ class Describer:
     life: Life
     sessions: Sessions
     config_values: Callable[[], dict[str, Any]]
-    arena: Callable[[], dict[str, Any]]
     started_s: float
 
     def __call__(self, what: str) -> dict[str, Any]:
@@ -40,8 +35,8 @@ class Describer:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "status": self._status,
             "config": lambda: {"values": self.config_values()},
-            "l2": lambda: {"l2": self.arena() | _part(self._snapshot(), "l2")},
-            "l3": lambda: {"l3": self._l3()},
+            "l2": self._l2,
+            "l3": self._l3,
             "sessions": self._sessions,
         }
         return {"schema_version": SCHEMA_VERSION, "boot_id": f"{self.boot_id:016x}"} | parts[what]()
@@ -64,7 +59,7 @@ class Describer:
 
     def _status(self) -> dict[str, Any]:
         ready, reasons = self.readiness()
-        parts = self.parts
+        parts, cache = self.parts, self.parts.cache.state.snapshot()
         return {
             "state": str(self.life.phase),
             "ready": ready,
@@ -79,21 +74,30 @@ class Describer:
             "recovered_rows": self.life.recovered_rows,
             "front": dict(parts.front.counters),
             "loop": dict(parts.cache.counters),
-            "cache": parts.cache.state.snapshot(),
+            "cache": {name: cache[name] for name in ("pool", "rows", "l3", "leases", "tickets", "counters")},
         }
 
+    def _l2(self) -> dict[str, Any]:
+        cache = self.parts.cache.state.snapshot()
+        shown = ("pool", "rows", "tree_tokens", "leases", "tickets", "tenants", "namespaces")
+        return {name: cache[name] for name in shown} | {"copies": asdict(self.parts.lanes.stats())}
+
     def _l3(self) -> dict[str, Any]:
-        if self.parts.stores is None:
+        cache, stores = self.parts.cache.state.snapshot()["l3"], self.parts.stores
+        if stores is None:
             return {"mode": "off", "reason": "l3.enabled is false"}
-        return self.parts.stores.status()
+        return stores.status() | {"write_policy": cache["write_policy"], "indexed_bytes": cache["used_bytes"]}
 
     def _sessions(self) -> dict[str, Any]:
         now_s = self.parts.clock.monotonic_s()
-        return {"sessions": [_session(session, now_s) for session in self.sessions]}
+        inside = {each["session"]: each for each in self.parts.cache.state.snapshot()["sessions"]}
+        return {"sessions": [_session(session, inside.get(session.id, {}), now_s) for session in self.sessions]}
 
 
-def _session(session: Session, now_s: float) -> dict[str, Any]:
-    return {
+def _session(session: Session, inside: dict[str, Any], now_s: float) -> dict[str, Any]:
+    """One session: what the edge knows, then what the cache state knows. Only the head of the instance id: who
+    has all of it can end the session."""
+    edge = {
         "session": session.id,
         "engine": session.engine,
         "model": session.model,
@@ -106,3 +110,4 @@ def _session(session: Session, now_s: float) -> dict[str, Any]:
         "requests": session.requests,
         "open_requests": len(session.open),
     }
+    return edge | {name: inside.get(name) for name in ("state", "leases", "tickets", "page_tokens", "page_bytes")}
