@@ -1,0 +1,221 @@
+"""How far is a prompt known, and how much of it can be resumed?
+
+The tree answers to the token. Pages that only L3 knows are not in the tree after a restart: beyond its match the
+key chain is walked until the first unknown key, and what is found is planted in the tree.
+
+    tokens   |-------- known in the tree --------|·· by key ··|  unknown
+    pages    | ready | ready | L3 | L3 | filling | filling    |
+             |<---- resumable ---->|<---- pending ---------->|
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.base.errors import ErrorCode, HiCacheError
+from hicache.base.ids import TOKEN_BYTES, LeaseId, NamespaceId, SessionId
+from hicache.core import disk
+from hicache.core.commands import Reply
+from hicache.core.events import ExtendAsked, LookupAsked
+from hicache.core.leases import Lease
+from hicache.core.namespaces import Namespace
+from hicache.core.residency import FILLING, NO_ROWS, READY, Int32s, Mask
+from hicache.core.sessions import Session
+from hicache.core.world import World
+from hicache.protocol.messages import Match, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Rows of the known pages of a sequence, page 0 first, and how many tokens the index knows."""
+
+    rows: Int32s
+    known_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a path can be resumed, in pages: `ready` of which `l2` are in L2; `pending` follow them."""
+
+    ready: int
+    l2: int
+    pending: int
+
+
+def count_tokens(world: World, tokens: bytes) -> int:
+    """Raises `HiCacheError` for a torn or too long sequence."""
+    count, odd = divmod(len(tokens), TOKEN_BYTES)
+    if odd:
+        raise HiCacheError(ErrorCode.MALFORMED, f"tokens: {len(tokens)} bytes are not whole int32")
+    if count > world.limits.tokens_per_request:
+        raise HiCacheError(
+            ErrorCode.TOO_LARGE, f"tokens: {count}, at most {world.limits.tokens_per_request} per request"
+        )
+    return count
+
+
+def namespace_of(world: World, session: Session, scope: Scope) -> tuple[NamespaceId, Namespace | None]:
+    """The namespace of a request, if it holds anything; it has the session's shape then."""
+    id = session.namespace_of(scope)
+    namespace = world.namespaces.get(id)
+    if namespace is not None and not namespace.bound:
+        give_shape(world, session, namespace)
+    return id, namespace if namespace is None else world.namespaces.get(id)
+
+
+def give_shape(world: World, session: Session, namespace: Namespace) -> None:
+    moved = namespace.bind(session.shape, world.namespaces.owners)
+    world.residency.need_groups(len(session.shape.groups))
+    disk.drop_incomplete(world, namespace, moved)
+
+
+def find_path(world: World, namespace: Namespace, tokens: bytes) -> Path:
+    """The known pages of `tokens`. Plants in the tree what was found by key."""
+    match = namespace.tree.match(tokens)
+    rows = match.rows
+    size = namespace.shape.page_tokens
+    if rows.size == len(tokens) // (TOKEN_BYTES * size):
+        return Path(rows, match.known_tokens)
+    last = world.residency.key[rows[-1]] if rows.size else namespace.id
+    more = []
+    row_of = world.residency.row_of
+    for key in namespace.shape.chain.walk(last, tokens, rows.size):
+        row = row_of.get(key)
+        if row is None:
+            break
+        more.append(row)
+    if not more:
+        return Path(rows, match.known_tokens)
+    rows = np.concatenate((rows, np.array(more, np.int32)))
+    plant(world, namespace, tokens[: rows.size * size * TOKEN_BYTES], rows)
+    return Path(rows, max(match.known_tokens, rows.size * size))
+
+
+def plant(world: World, namespace: Namespace, tokens: bytes, rows: Int32s) -> None:
+    """Make a path known to the tree, within the limit on tokens held. Lookups then need no hashing for it."""
+    tree, table = namespace.tree, world.namespaces
+    if table.tokens_held + len(tokens) // TOKEN_BYTES > world.limits.tree_tokens:
+        return
+    before = tree.tokens_held
+    tree.insert(tokens, rows)
+    table.tokens_held += tree.tokens_held - before
+    world.residency.in_tree[rows] = True
+
+
+def reach(world: World, rows: Int32s, most: int) -> Reach:
+    """How far `rows` can be resumed, at most `most` pages, every cache group counted."""
+    l2 = world.residency.l2[rows]
+    in_l2 = l2 >= READY
+    usable = in_l2 | (world.residency.l3[rows] == READY)
+    ready = _leading(usable)
+    if ready >= most:
+        return Reach(most, int(np.count_nonzero(in_l2[:most])), 0)
+    pending = _leading((usable | (l2 == FILLING))[ready:])
+    return Reach(ready, int(np.count_nonzero(in_l2[:ready])), pending)
+
+
+def _leading(mask: Mask) -> int:
+    """Number of leading True."""
+    if not mask.size:
+        return 0
+    first = int(mask.argmin())
+    return mask.size if mask[first] else first
+
+
+def lookup(world: World, event: LookupAsked) -> None:
+    session = world.worker(event.session)
+    count = count_tokens(world, event.tokens)
+    if event.lease and len(session.leases) >= world.limits.leases_per_session:
+        world.busy(event.session, event.request, f"{len(session.leases)} leases are open, the limit")
+        return
+    _, namespace = namespace_of(world, session, event.scope)
+    path, found, lease = Path(NO_ROWS, 0), Reach(0, 0, 0), None
+    size = session.shape.page_tokens
+    if namespace is not None:
+        path = find_path(world, namespace, event.tokens)
+        found = reach(world, path.rows, max(0, min(event.limit_tokens, count)) // size)
+        if event.lease and found.ready:
+            lease = take_lease(world, session, namespace, path.rows[: found.ready])
+    if event.lease:
+        _count(world, count, found, size)
+    else:
+        world.counters.probes += 1
+    world.out.append(Reply(event.session, event.request, _match(lease, path.known_tokens, found, size)))
+
+
+def _count(world: World, looked_up: int, found: Reach, size: int) -> None:
+    counters = world.counters
+    counters.lookups += 1
+    counters.tokens_looked_up += looked_up
+    counters.tokens_l2 += found.l2 * size
+    counters.tokens_l3 += (found.ready - found.l2) * size
+    counters.tokens_missed += looked_up - found.ready * size
+
+
+def _match(lease: Lease | None, known_tokens: int, found: Reach, size: int) -> Match:
+    return Match(
+        lease=0 if lease is None else lease.id,
+        known_tokens=known_tokens,
+        resumable_tokens=found.ready * size,
+        l2_tokens=found.l2 * size,
+        l3_tokens=(found.ready - found.l2) * size,
+        pending_tokens=found.pending * size,
+    )
+
+
+def take_lease(world: World, session: Session, namespace: Namespace, rows: Int32s) -> Lease:
+    lease = world.leases.add(session.id, namespace.index, rows.copy(), world.now_s + world.limits.lease_ttl_s)
+    session.leases.add(lease.id)
+    world.pin(lease.rows)
+    world.touch(lease.rows)
+    world.story.note("leased", lease.rows)
+    return lease
+
+
+def extend(world: World, event: ExtendAsked) -> None:
+    """Look further along a leased sequence. `event.tokens` follow the pages that the lease holds."""
+    session = world.worker(event.session)
+    count = count_tokens(world, event.tokens)
+    lease = lease_of(world, event.session, event.lease)
+    if lease.rows.size < lease.promised:
+        raise lost_pages(lease)
+    namespace = world.namespaces[lease.namespace]
+    size, held = namespace.shape.page_tokens, lease.rows.size
+    more: list[int] = []
+    for key in namespace.shape.chain.walk(world.residency.key[lease.rows[-1]], event.tokens):
+        row = world.residency.row_of.get(key)
+        if row is None:
+            break
+        more.append(row)
+    new = np.array(more, np.int32)
+    found = reach(world, new, max(0, min(event.limit_tokens // size - held, count // size)))
+    rows = new[: found.ready]
+    world.pin(rows)
+    lease.rows = np.concatenate((lease.rows, rows))
+    lease.promised = lease.rows.size
+    world.leases.renew(lease, world.now_s + world.limits.lease_ttl_s)
+    world.touch(lease.rows)
+    _count(world, count, found, session.shape.page_tokens)
+    whole = reach(world, lease.rows, lease.rows.size)
+    match = _match(lease, (held + new.size) * size, Reach(whole.ready, whole.l2, found.pending), size)
+    world.out.append(Reply(event.session, event.request, match))
+
+
+def lease_of(world: World, session: SessionId, id: LeaseId) -> Lease:
+    """Raises `HiCacheError(UNKNOWN_LEASE)` unless the lease lives and is that session's."""
+    lease = world.leases.of(session, id)
+    if lease is None:
+        raise HiCacheError(
+            ErrorCode.UNKNOWN_LEASE,
+            f"lease {id} does not exist, has expired or belongs to another session",
+            "look up again",
+        )
+    return lease
+
+
+def lost_pages(lease: Lease) -> HiCacheError:
+    return HiCacheError(
+        ErrorCode.TRANSFER_FAILED,
+        f"lease {lease.id}: of {lease.promised} pages {lease.promised - lease.rows.size} could not be read",
+        "recompute them",
+    )
