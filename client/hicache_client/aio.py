@@ -42,6 +42,8 @@ from hicache_client.options import EMPTY, ClientOptions, ClientStats
 from hicache_client.pool import SharedPool
 from hicache_client.session import AsyncSession, Registration
 
+CONNECT_PAUSE_S = 0.02
+
 _log = logging.getLogger("hicache.client")
 _NO_SCOPE = Scope()
 
@@ -77,15 +79,21 @@ class AsyncClient:
         return link.boot_id if link is not None else 0
 
     async def connect(self, timeout_s: float | None = None) -> bool:
-        """Try to open a session now, pause or not; whether one is open. `timeout_s`: connect_timeout_s."""
+        """Wait until a session is open, trying again without pauses; False after `timeout_s` (default:
+        connect_timeout_s). No call needs this: it is for programs that want the daemon before they go on."""
         deadline = self._port.now() + (self._options.connect_timeout_s if timeout_s is None else timeout_s)
-        if not await self._port.enter(deadline):
-            return False
-        try:
-            self._session.try_now()
-            return await self._session.connected(deadline) is not None
-        finally:
-            self._port.leave()
+        while await self._port.enter(deadline):
+            try:
+                self._session.try_now()
+                if await self._session.connected(deadline) is not None:
+                    return True
+            finally:
+                self._port.leave()
+            left = deadline - self._port.now()
+            if left <= 0 or self._session.closed:
+                return False
+            await self._port.sleep(min(left, CONNECT_PAUSE_S))
+        return False
 
     async def poll(self) -> None:
         """Take the replies that have come: completions, credits, the end of the session. Does not wait."""

@@ -11,7 +11,7 @@ def int32s(buffer: Buffer, name: str) -> memoryview:
     """The bytes of a contiguous buffer of int32 (or of raw bytes). Raises `ValueError` for anything else: an
     int64 array would otherwise pass as twice as many numbers."""
     view = memoryview(buffer)
-    if view.itemsize not in (1, 4) or view.format.strip("<=@") in ("f", "I"):
+    if view.itemsize != 1 and (view.itemsize != 4 or view.format.lstrip("<=@") not in ("i", "l")):
         raise ValueError(f"{name} must hold int32, got items of format {view.format!r}")
     if not view.c_contiguous:
         raise ValueError(f"{name} must be contiguous")

@@ -89,7 +89,7 @@ class Session:
         self._lease_numbers = count(1)
         self._attempt: _Attempt | None = None
         self._said = ""
-        self._closed = False
+        self.closed = False
 
     def try_now(self) -> None:
         """Forget the pause: the next call tries."""
@@ -97,9 +97,9 @@ class Session:
 
     def close(self, deadline: float) -> None:
         """Say Goodbye and wait for its answer until `deadline`, then free the sockets. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._drop_attempt()
         link = self.link
         if link is not None and self.alive(link):
@@ -182,12 +182,12 @@ class Session:
         link = self.link
         if link is not None and self.alive(link):
             return None if link.silent and self._backoff.waiting(self.port.now()) else link
-        if self._closed or self._backoff.waiting(self.port.now()):
+        if self.closed or self._backoff.waiting(self.port.now()):
             return None
         if not self.port.enter_connect(deadline):
             return None
         try:
-            if self.link is None and not self._closed and not self._backoff.waiting(self.port.now()):
+            if self.link is None and not self.closed and not self._backoff.waiting(self.port.now()):
                 self._connect(deadline)
             return self.link  # ours, or that of a coroutine which was faster
         finally:
@@ -301,7 +301,7 @@ class Session:
             self._backoff.failed(self.port.now())
         self.port.unwatch(link)
         link.close()
-        level = logging.INFO if self._closed else logging.WARNING
+        level = logging.INFO if self.closed else logging.WARNING
         self._say("lost", level, "hicache session ended: %s", reason)
 
     def failed(self, link: Link, error: HiCacheError) -> None:
