@@ -45,7 +45,8 @@ def _body_lines(function: Function) -> int:
 
 
 def test_modules_are_short() -> None:
-    long = [f"{s.name}: {n}" for s in sources(ALL) if (n := s.text.count("\n")) > MODULE_LINES]
+    written = [s for s in sources(ALL) if not s.text.startswith("# Generated from")]
+    long = [f"{s.name}: {n}" for s in written if (n := s.text.count("\n")) > MODULE_LINES]
     assert not long, f"over {MODULE_LINES} lines"
 
 
@@ -81,14 +82,19 @@ def test_no_keyword_bags_in_public_functions() -> None:
 def _swallows(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     wide = any(kind is None or (isinstance(kind, ast.Name) and kind.id in WIDE) for kind in kinds)
-    return wide and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+    kept = (node for node in ast.walk(handler) if isinstance(node, ast.Raise) or _logs_it(node))
+    return wide and next(kept, None) is None
+
+
+def _logs_it(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "exception"
 
 
 WIDE = {"Exception", "BaseException"}
 
 
 def test_no_error_is_swallowed() -> None:
-    """A wide `except` raises again, or says on its line what happens to the error instead."""
+    """A wide `except` raises again, logs the whole error, or says on its line what happens to it instead."""
     silent = []
     for source in sources():
         lines = source.text.splitlines()
@@ -161,20 +167,24 @@ def test_no_test_is_skipped_without_a_reason_or_cannot_fail() -> None:
             if re.search(r"assert True\b|pytest\.mark\.xfail|pytest\.skip\(\)|mark\.skip\b", line):
                 odd.append(f"{source.name}:{number}")
     for source in sources(("tests",)):
-        for node in ast.walk(source.tree):
-            if isinstance(node, Function) and node.name.startswith("test_") and not _can_fail(node):
-                odd.append(f"{source.name}:{node.lineno} {node.name} asserts nothing")
+        own = {node.name: node for node in ast.walk(source.tree) if isinstance(node, Function)}
+        for name, node in own.items():
+            if name.startswith("test_") and not _can_fail(node, own, set()):
+                odd.append(f"{source.name}:{node.lineno} {name} asserts nothing")
     assert not odd
 
 
-def _can_fail(function: Function) -> bool:
-    """An assert, a `raises`, or a call of something named like a check."""
+def _can_fail(function: Function, own: dict[str, Function], seen: set[str]) -> bool:
+    """An assert or a raise, here or in what it calls of the same file, or a call that is named like a check."""
+    seen.add(function.name)
     for node in ast.walk(function):
         if isinstance(node, ast.Assert | ast.Raise):
             return True
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if re.search(r"raises|check|assert|expect|verify|run|fail|laws|same|compare", name):
+            if re.match(r"raises|check|assert|expect|verify|run_state_machine|fail", name):
+                return True
+            if name in own and name not in seen and _can_fail(own[name], own, seen):
                 return True
     return False
 
