@@ -116,8 +116,9 @@ class CpuMover:
         plans = [_plan(geometry[t.group], t, len(self._arena), len(pool)) for t in transfers]
         order = sorted(layer for group in geometry for layer in group.layers)
         rank = {layer: i for i, layer in enumerate(order)}
+        smallest = min((plan.geometry.block_layer_bytes for plan in plans), default=0)
         fence.running()
-        for low, high in layer_waves(len(order)):
+        for low, high in layer_waves(len(order), smallest):
             for plan in plans:
                 layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
                 if layers and len(plan.l1_starts):  # ascending, so the range is without gaps

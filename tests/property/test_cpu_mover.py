@@ -75,6 +75,8 @@ def geometries(draw: st.DrawFn, layers: tuple[int, ...], pool_offset: int) -> tu
     pages = draw(st.integers(1, 6))
     size = 2 * heads * tokens * row
     gap = draw(st.sampled_from([0, 1, 4, 8, 56]))
+    axes: tuple[tuple[int, int], ...]
+    layout: tuple[int, int, tuple[tuple[int, int], ...], int]
     style = draw(st.sampled_from(["block", "head_rows", "token_rows", "kv_blocks", "padded"]))
     if style == "block":  # a block×layer is one run
         region, layout = pages * (size + gap), (pages, size + gap, (), size)
@@ -244,9 +246,10 @@ def test_misaligned_offset_is_refused() -> None:
         CpuMover(arena).copy(pool, (g,), (transfer,), True, Log())
 
 
-def test_cancel_stops_between_layers_and_tells_no_more() -> None:
-    g = GroupGeometry((0, 1, 2), 64, (0, 256, 512), 4, 64, (), 64, 1)
-    arena, pool = np.ones(1024, np.uint8), np.zeros(1024, np.uint8)
+def test_cancel_stops_between_waves_and_tells_no_more() -> None:
+    size, layers = 16 << 10, (0, 1, 2)  # blocks of this size move layer by layer at first
+    g = GroupGeometry(layers, size, tuple(i * 2 * size for i in layers), 2, size, (), size, 1)
+    arena, pool = np.ones(6 * size, np.uint8), np.zeros(6 * size, np.uint8)
     mover = CpuMover(arena)
 
     class Cancelling(Log):
@@ -260,5 +263,5 @@ def test_cancel_stops_between_layers_and_tells_no_more() -> None:
         mover.copy(pool, (g,), (transfer,), True, log)
     assert caught.value.code == ErrorCode.TRANSFER_FAILED
     assert log.counts == [1]
-    assert pool[:64].all()
-    assert not pool[256:].any()
+    assert pool[:size].all()
+    assert not pool[size:].any()

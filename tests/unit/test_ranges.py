@@ -57,12 +57,15 @@ def test_long_runs_are_cut() -> None:
     assert runs.count.tolist() == [4, 4, 2]
 
 
-@given(st.integers(0, 200), st.integers(1, 16))
-def test_waves_cover_every_layer_once_in_order(layers: int, max_layers: int) -> None:
-    waves = layer_waves(layers, max_layers)
+@given(st.integers(0, 200), st.integers(1, 1 << 20))
+def test_waves_cover_every_layer_once_in_order(layers: int, block_layer_bytes: int) -> None:
+    waves = layer_waves(layers, block_layer_bytes)
     assert [i for low, high in waves for i in range(low, high)] == list(range(layers))
-    assert all(high - low <= max_layers for low, high in waves)
 
 
-def test_the_first_layer_comes_alone() -> None:
-    assert layer_waves(30) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 23), (23, 30)]
+def test_the_first_layer_of_big_blocks_comes_alone() -> None:
+    assert layer_waves(30, 24 << 10) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 23), (23, 30)]
+
+
+def test_small_blocks_move_in_few_calls() -> None:
+    assert layer_waves(30, 1536) == [(0, 4), (4, 12), (12, 28), (28, 30)]
