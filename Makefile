@@ -43,6 +43,7 @@ format: $(STAMP)  ## format the code
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## regenerate what is generated from code
+	$(BIN)/python tools/unasync.py
 	$(BIN)/python tools/generate_docs.py
 
 bench: $(STAMP)  ## figures of this machine, as JSON files in build/bench

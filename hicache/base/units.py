@@ -48,7 +48,8 @@ def parse_size(text: str) -> int:
     if "." not in number:
         return int(number) * factor  # exact at any magnitude
     whole, _, fraction = number.partition(".")
-    size, rest = divmod(int(whole + fraction) * factor, 10 ** len(fraction))
+    scale: int = 10 ** len(fraction)
+    size, rest = divmod(int(whole + fraction) * factor, scale)
     if rest:
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return size
