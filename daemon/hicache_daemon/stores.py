@@ -301,6 +301,8 @@ class StoreThreads:
             worker.since_s = self._clock.monotonic_s()
             if run:
                 self._do_run(run)
+            else:
+                self._store.tend()
             self._look_at_mode(self._store.stats())
             worker.since_s = None
 

@@ -89,6 +89,11 @@ class Store(Protocol):
         """Note use, oldest first. Cheap; order is persisted with a later commit or at close."""
         ...
 
+    def tend(self) -> None:
+        """From the writer's thread, about once a second: persist the order of use, retry what failed. A store
+        that is `ro` finds out here whether it can write again; nobody sends it writes meanwhile."""
+        ...
+
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:

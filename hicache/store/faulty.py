@@ -21,7 +21,7 @@ Operation = Literal["read", "write", "delete"]
 
 class Fault(StrEnum):
     EIO = "eio"  # read, write: FAILED; delete: not carried out
-    ENOSPC = "enospc"  # write: FAILED, and the mode is ro until a write succeeds
+    ENOSPC = "enospc"  # write: FAILED, and the mode is ro until a write succeeds or `tend`
     CORRUPT = "corrupt"  # read: other bytes in the buffer, CORRUPT; MISSING from then on
     SHORT = "short"  # read: half of the bytes, CORRUPT; MISSING from then on
     MISSING = "missing"  # read: MISSING this time
@@ -93,6 +93,11 @@ class FaultyStore:
 
     def touch(self, ids: Sequence[RecordId]) -> None:
         self._inner.touch(ids)
+
+    def tend(self) -> None:
+        self._delete_gone()
+        self._full = False
+        self._inner.tend()
 
     def stats(self) -> StoreStats:
         stats = self._inner.stats()

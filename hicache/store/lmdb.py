@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
+import numpy as np
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.store import medium
@@ -28,8 +29,11 @@ from hicache.store.base import Bytes, Log, RecordId, RecordMeta, RecordStatus, S
 from hicache.store.directory import StoreDirectory, claim, sync_directory
 from hicache.store.extents import Extent
 from hicache.store.health import Health
+from hicache.store.quarantine import SetAside, pack_entry
+from hicache.store.recency import Recency
 from hicache.store.record import (
     FORMAT_VERSION,
+    HEADER_BYTES,
     Place,
     RowFields,
     allocated_bytes,
@@ -41,6 +45,7 @@ from hicache.store.record import (
     row_fault,
     row_key,
     scan_row,
+    stored_row,
     unpack_row,
     with_last_use,
 )
@@ -87,14 +92,16 @@ class LmdbStore:
         self._env = env
         self._rows = env.open_db(b"rows")
         self._quarantine = env.open_db(b"quarantine")
+        self._meta = env.open_db(b"meta")
         self._seal = directory.seal
         self._max_records = (env.info()["map_size"] - _INDEX_HEADROOM_BYTES) // _ROW_BUDGET_BYTES
         self._segment = SegmentFile(directory.frames, capacity_bytes, options.min_free_bytes, options.grow_bytes)
         self._index_fd = os.open(directory.index / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
-        self._reserved_to = 0
+        self._reserve = medium.Reserve(self._index_fd, _INDEX_RESERVE_BYTES)
         self._writer = threading.Lock()  # the writer thread, and rarely a reader that quarantines
-        self._touched: dict[bytes, int] = {}
+        self._touched = Recency()
         self._owed_deletes: dict[bytes, None] = {}  # asked for, not committed: they read as MISSING
+        self._failed_frame_bytes = allocated_bytes(1)
         self._records = 0
         self._ordinal = 1
 
@@ -109,24 +116,20 @@ class LmdbStore:
         if capacity_bytes < allocated_bytes(1):
             raise HiCacheError(ErrorCode.STORE, f"capacity of {capacity_bytes} bytes", "raise l3.size")
         directory = claim(path, secret, options.allow_unsafe_fs)
-        try:
-            env = _open_index(directory, capacity_bytes, options)
+        with contextlib.ExitStack() as undo:
+            undo.callback(directory.release)
             try:
+                env = undo.enter_context(_open_index(directory, capacity_bytes, options))
                 store = LmdbStore(directory, capacity_bytes, options, log, env)
+                undo.callback(store._close_files)
                 store._recover()
-            except BaseException:
-                env.close()
-                raise
-        except (OSError, lmdb.Error) as error:
-            directory.release()
-            raise HiCacheError(
-                ErrorCode.STORE,
-                f"the store at {path} cannot be opened: {error}",
-                "free space or check rights; if its index is damaged, move the directory away: it is a cache",
-            ) from error
-        except BaseException:
-            directory.release()
-            raise
+            except (OSError, lmdb.Error) as error:
+                raise HiCacheError(
+                    ErrorCode.STORE,
+                    f"the store at {path} cannot be opened: {error}",
+                    "free space or check rights; if its index is damaged, move the directory away: it is a cache",
+                ) from error
+            undo.pop_all()
         return store
 
     # ---- Store ------------------------------------------------------------------------------------------
@@ -140,10 +143,8 @@ class LmdbStore:
             with self._env.begin(db=self._rows) as txn:
                 for key in keys[start : start + _ROWS_PER_READ]:
                     row = txn.get(key)
-                    if row is not None and not row_fault(key, row):
-                        fields = unpack_row(key, row)
-                        size = allocated_bytes(fields.meta.length)
-                        batch.append(StoredRow(fields.meta, size, fields.last_use))
+                    if row is not None:
+                        batch.append(stored_row(key, row))
             yield from batch
 
     def write(self, metas: Sequence[RecordMeta], payloads: Sequence[Bytes]) -> list[RecordStatus]:
@@ -197,10 +198,15 @@ class LmdbStore:
     def touch(self, ids: Sequence[RecordId]) -> None:
         with self._writer:
             for id in ids:
-                key = row_key(id)
-                self._touched.pop(key, None)  # so that the dict stays in order of use
-                self._touched[key] = self._next_ordinal()
+                self._touched.touch(row_key(id), self._next_ordinal())
             if len(self._touched) >= 8 * _TOUCHES_PER_COMMIT and self._health.mode == "rw":
+                self._flush_touches()
+
+    def tend(self) -> None:
+        with self._writer:
+            if self._health.mode == "ro" and self._can_write():
+                self._health.recovered()
+            if self._health.mode == "rw" and (self._touched or self._owed_deletes):
                 self._flush_touches()
 
     def stats(self) -> StoreStats:
@@ -227,9 +233,12 @@ class LmdbStore:
             with contextlib.suppress(lmdb.Error):
                 self._env.sync(True)
             self._env.close()
-            os.close(self._index_fd)
-            self._segment.close()
+            self._close_files()
             self._dir.release()
+
+    def _close_files(self) -> None:
+        os.close(self._index_fd)
+        self._segment.close()
 
     # ---- write ------------------------------------------------------------------------------------------
 
@@ -259,6 +268,7 @@ class LmdbStore:
                     self._segment.free([(offset, size)], known=False)
                     raise
             except OSError as error:
+                self._failed_frame_bytes = size
                 self._trouble("write_failures", error)
                 return placed, False
             placed.append((i, place))
@@ -272,9 +282,8 @@ class LmdbStore:
         gone: list[bytes] = []
         added = 0
         owed = list(self._owed_deletes)
-        for key in (*owed, *drops, *(key for key, _ in puts)):
-            self._touched.pop(key, None)
-        touches = self._some_touches()
+        self._touched.forget((*owed, *drops, *(key for key, _ in puts)))
+        touches = self._touched.oldest(_TOUCHES_PER_COMMIT)
         with self._env.begin(write=True, db=self._rows) as txn:
             for key in (*owed, *drops):
                 row = txn.pop(key)
@@ -294,10 +303,9 @@ class LmdbStore:
         self._options.at_step("rows_committed")
         for key in owed:
             del self._owed_deletes[key]
-        for key, _ in touches:
-            del self._touched[key]
+        self._touched.forget(key for key, _ in touches)
         self._records += added - len(gone)
-        self._back_index()
+        self._reserve.top_up()
         return self._free_rows(gone)
 
     def _free_rows(self, rows: list[bytes]) -> int:
@@ -309,8 +317,22 @@ class LmdbStore:
             self._segment.free(extents, known=True)
         return sum(size for _, size in extents)
 
-    def _some_touches(self) -> list[tuple[bytes, int]]:
-        return [item for item, _ in zip(self._touched.items(), range(_TOUCHES_PER_COMMIT), strict=False)]
+    def _can_write(self) -> bool:
+        """Try what a write does: space for a frame as large as the one that failed, a page of it, a commit."""
+        try:
+            offset = self._segment.allocate(self._failed_frame_bytes)
+            if offset is not None:  # else capacity is used up: nothing to learn from the frames
+                try:
+                    self._segment.write(offset, bytes(HEADER_BYTES), np.zeros(1, np.uint8))
+                    self._segment.sync()
+                finally:
+                    self._segment.free([(offset, self._failed_frame_bytes)], known=False)
+            with self._env.begin(write=True, db=self._meta) as txn:
+                txn.put(b"probe", self._next_ordinal().to_bytes(8, "little"))
+        except (OSError, lmdb.Error) as error:
+            self._trouble("probe_failures", error)
+            return False
+        return True
 
     def _flush_touches(self) -> bool:
         """Persist some touches by a commit of their own; False if that failed."""
@@ -324,14 +346,6 @@ class LmdbStore:
     def _next_ordinal(self) -> int:
         self._ordinal += 1
         return self._ordinal - 1
-
-    def _back_index(self) -> None:
-        """Keep blocks reserved past the index file's end: a delete needs some before it can free any."""
-        size = os.fstat(self._index_fd).st_size
-        if size + _INDEX_RESERVE_BYTES // 2 > self._reserved_to:
-            with contextlib.suppress(OSError):
-                medium.reserve_beyond(self._index_fd, _INDEX_RESERVE_BYTES)
-                self._reserved_to = size + _INDEX_RESERVE_BYTES
 
     # ---- read -------------------------------------------------------------------------------------------
 
@@ -378,7 +392,7 @@ class LmdbStore:
         flat = as_bytes(into)
         if not self._segment.read(fields.place.offset, header, flat):
             return "file ends inside the frame"
-        fault = header_fault(bytes(header[:512]), fields.meta, fields.place, self._seal)
+        fault = header_fault(bytes(header[:HEADER_BYTES]), fields.meta, fields.place, self._seal)
         if not fault and payload_checksum(flat) != fields.place.checksum:
             return "bad payload checksum"
         return fault
@@ -399,7 +413,7 @@ class LmdbStore:
                 self._owed_deletes[key] = None
                 self._trouble("write_failures", error)
             else:
-                self._touched.pop(key, None)
+                self._touched.forget([key])
                 self._records -= 1
                 if not row_fault(key, row):
                     self._free_rows([row])
@@ -410,9 +424,8 @@ class LmdbStore:
 
     def _note_quarantined(self, txn: lmdb.Transaction, key: bytes, row: bytes, reason: str) -> None:
         """Keep the last rows set aside: what operators and fsck look at. Frames are not kept."""
-        text = reason.encode()
-        value = len(text).to_bytes(2, "little") + text + len(key).to_bytes(2, "little") + key + row
-        txn.put(self._next_ordinal().to_bytes(8, "big"), value, db=self._quarantine)
+        entry = pack_entry(SetAside(reason, key, row))
+        txn.put(self._next_ordinal().to_bytes(8, "big"), entry, db=self._quarantine)
         if txn.stat(self._quarantine)["entries"] > _QUARANTINE_ROWS:
             with txn.cursor(db=self._quarantine) as cursor:
                 if cursor.first():
@@ -435,17 +448,16 @@ class LmdbStore:
         if found.broken:
             self._health.count("quarantined", len(found.broken))
             self._log.warning("l3_rows_quarantined", rows=len(found.broken), first_reason=found.broken[0][1])
-        self._back_index()
+        self._reserve.top_up()
         sync_directory(self._dir.path)
         self._log.info("l3_open", path=str(self._dir.path), records=self._records, filesystem=self._dir.filesystem)
 
     def _check_uuid(self) -> None:
-        meta = self._env.open_db(b"meta")
         expected = FORMAT_VERSION.to_bytes(2, "little") + self._seal.uuid
-        with self._env.begin(db=meta) as txn:
+        with self._env.begin(db=self._meta) as txn:
             stored = txn.get(b"store")
         if stored is None:
-            with self._env.begin(write=True, db=meta) as txn:
+            with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"store", expected)
         elif stored != expected:
             raise HiCacheError(

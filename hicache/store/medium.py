@@ -1,5 +1,6 @@
 """What the filesystem under the store is, and the two calls that Python's os module lacks."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -100,11 +101,21 @@ def reserve(fd: int, offset: int, size: int) -> None:
         os.ftruncate(fd, offset + size)
 
 
-def reserve_beyond(fd: int, size: int) -> None:
-    """Back `size` bytes past the file's end without changing its length. Raises OSError."""
-    _Libc().fallocate(fd, _KEEP_SIZE, os.fstat(fd).st_size, size)
-
-
 def punch(fd: int, offset: int, size: int) -> bool:
     """Give blocks back to the filesystem; False where it cannot. Raises OSError."""
     return _Libc().fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size)
+
+
+class Reserve:
+    """Keeps `size` bytes backed past the end of a growing file, without changing its length."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd, self._size, self._reserved_to = fd, size, 0
+
+    def top_up(self) -> None:
+        """Cheap unless the file has grown into half of the reserve. A full disk is no error: it stays smaller."""
+        with contextlib.suppress(OSError):
+            end = os.fstat(self._fd).st_size
+            if end + self._size // 2 > self._reserved_to:
+                _Libc().fallocate(self._fd, _KEEP_SIZE, end, self._size)
+                self._reserved_to = end + self._size

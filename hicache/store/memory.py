@@ -44,6 +44,9 @@ class MemoryStore:
                 if id in self._records:
                     self._records[id] = self._records.pop(id)
 
+    def tend(self) -> None:
+        """Nothing is owed."""
+
     def stats(self) -> StoreStats:
         mode, reason = ("off", "closed") if self._closed else ("rw", "")
         return StoreStats(len(self._records), self._used, self._capacity, mode, reason)

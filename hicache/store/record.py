@@ -14,11 +14,12 @@ import hashlib
 import hmac
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from hicache.base.ids import DIGEST_BYTES
-from hicache.store.base import Bytes, RecordId, RecordMeta
+from hicache.store.base import Bytes, RecordId, RecordMeta, StoredRow
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
@@ -209,18 +210,26 @@ class RowFields:
 
 def unpack_row(db_key: bytes, row: bytes) -> RowFields:
     """Fields of a row for which `row_fault` said nothing."""
-    last_use, _, _, has_parent, tenant_len, offset, length, ordinal, checksum, parent, namespace, fp, tenant = (
-        _ROW.unpack(row)
-    )
-    meta = RecordMeta(
+    values = _ROW.unpack(row)
+    return RowFields(_meta_of(db_key, values), Place(values[5], values[7], values[8]), values[0])
+
+
+def stored_row(db_key: bytes, row: bytes) -> StoredRow:
+    """The same, as the store's callers see it."""
+    values = _ROW.unpack(row)
+    return StoredRow(_meta_of(db_key, values), allocated_bytes(values[6]), values[0])
+
+
+def _meta_of(db_key: bytes, values: tuple[Any, ...]) -> RecordMeta:
+    _, _, _, has_parent, tenant_len, _, length, _, _, parent, namespace, fingerprint, tenant = values
+    return RecordMeta(
         RecordId(db_key[:DIGEST_BYTES], db_key[DIGEST_BYTES:].decode()),
         parent if has_parent else None,
         namespace,
         tenant[:tenant_len].decode(),
-        fp,
+        fingerprint,
         length,
     )
-    return RowFields(meta, Place(offset, ordinal, checksum), last_use)
 
 
 _SCAN = struct.Struct("<Q8xHBB4xQQQ")

@@ -162,7 +162,12 @@ class SegmentFile:
             extent = self._backed.pop_largest(-(-excess // PAGE_BYTES) * PAGE_BYTES)
             if extent is None:
                 return
-            self._can_punch = medium.punch(self._fd, *extent)
+            try:
+                self._can_punch = medium.punch(self._fd, *extent)
+            except OSError:
+                # Callers have committed already; what stays backed is punched another time.
+                self._backed.add(*extent)
+                return
             (self._holes if self._can_punch else self._backed).add(*extent)
             excess -= extent[1]
 

@@ -147,7 +147,8 @@ def test_rows_come_in_order_of_use(store: Store) -> None:
     store.write(metas, [payload(n) for n in range(6)])
     store.touch([metas[2].id, metas[0].id])
     store.touch([RecordId(b"?" * 32, "full")])
-    store.write([meta(9)], [payload(9)])  # touches are persisted with a commit at the latest
+    store.write([meta(9)], [payload(9)])
+    store.tend()  # the order of use is persisted by now
     rows = list(store.rows())
     order = [int.from_bytes(row.meta.id.key, "big") for row in rows]
     assert order == [1, 3, 4, 5, 2, 0, 9]

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import l3_nursery as nursery
 import numpy as np
 import pytest
 
 from hicache.store.base import RecordStatus
 from hicache.store.record import allocated_bytes
+from tests.fault import l3_nursery as nursery
 
 ABSENT = 0
 

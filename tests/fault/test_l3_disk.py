@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import l3_nursery as nursery
 import lmdb
 import numpy as np
 import pytest
@@ -18,7 +17,9 @@ import pytest
 from hicache.store import medium, record
 from hicache.store.base import RecordStatus
 from hicache.store.lmdb import LmdbOptions, LmdbStore
+from hicache.store.quarantine import unpack_entry
 from hicache.store.record import PAGE_BYTES, allocated_bytes
+from tests.fault import l3_nursery as nursery
 
 OK, MISSING, CORRUPT, FAILED = RecordStatus.OK, RecordStatus.MISSING, RecordStatus.CORRUPT, RecordStatus.FAILED
 COUNT = 12
@@ -92,7 +93,7 @@ def peek(path: Path, offset: int, size: int) -> bytes:
         return frames.read(size)
 
 
-def is_set_aside(store: LmdbStore, bad: int) -> None:
+def check_set_aside(store: LmdbStore, bad: int) -> None:
     used = store.stats().used_bytes
     assert [read(store, bad), read(store, bad)] == [CORRUPT, MISSING]
     assert [read(store, n) for n in range(COUNT) if n != bad] == [OK] * (COUNT - 1)
@@ -115,7 +116,7 @@ def test_a_flipped_bit_costs_its_record_alone(store: LmdbStore, tmp_path: Path, 
     }[where]
     offset = offset_of(tmp_path / "s", bad) + at
     poke(tmp_path / "s", offset, bytes([peek(tmp_path / "s", offset, 1)[0] ^ 0x10]))
-    is_set_aside(store, bad)
+    check_set_aside(store, bad)
 
 
 def test_any_torn_frame_is_seen(store: LmdbStore, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_frame_in_anothers_place_is_seen(store: LmdbStore, tmp_path: Path) -> 
     size = allocated_bytes(nursery.meta(2).length)
     frame = peek(tmp_path / "s", offset_of(tmp_path / "s", 6), size)  # 2 and 6 have the same length
     poke(tmp_path / "s", offset_of(tmp_path / "s", 2), frame)
-    is_set_aside(store, 2)
+    check_set_aside(store, 2)
 
 
 def test_an_older_write_of_the_same_key_is_seen(store: LmdbStore, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_an_older_write_of_the_same_key_is_seen(store: LmdbStore, tmp_path: Path
     assert write(store, range(2, 3)) == [OK]
     assert offset_of(path, 2) != old_at
     poke(path, offset_of(path, 2), old)
-    is_set_aside(store, 2)
+    check_set_aside(store, 2)
 
 
 def test_a_file_that_ends_early(store: LmdbStore, tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_frame_file_that_is_gone_costs_the_records_not_the_start(store: LmdbSt
     again.close()
 
 
-def test_a_damaged_row_is_set_aside_at_open(store: LmdbStore, tmp_path: Path) -> None:
+def test_a_damaged_row_check_set_aside_at_open(store: LmdbStore, tmp_path: Path) -> None:
     store.close()
 
     def damage(rows: dict[int, tuple[bytes, bytes]]) -> dict[bytes, bytes]:
@@ -200,9 +201,13 @@ def test_the_quarantine_is_bounded(store: LmdbStore, monkeypatch: pytest.MonkeyP
     for n in range(6):
         poke(tmp_path / "s", offset_of(tmp_path / "s", n), b"X")
         assert read(store, n) is CORRUPT
-    kept = [value for _, value in table(tmp_path / "s", b"quarantine")]
-    assert len(kept) == 3
-    assert all(b"bad magic" in value for value in kept)
+    kept = [unpack_entry(value) for _, value in table(tmp_path / "s", b"quarantine")]
+    assert [(entry.reason, entry.row_key) for entry in kept] == [
+        ("bad magic", record.row_key(nursery.meta(n).id)) for n in (3, 4, 5)
+    ]
+    assert record.unpack_row(kept[0].row_key, kept[0].row).meta == nursery.meta(3)
+    with pytest.raises(ValueError, match="not a quarantine entry"):
+        unpack_entry(b"\x09\x00short")
 
 
 # ---- failing calls --------------------------------------------------------------------------------------
@@ -225,8 +230,9 @@ def test_a_read_error_is_no_verdict_on_the_record(store: LmdbStore, monkeypatch:
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
-def test_a_write_error_makes_the_store_read_only_until_a_write_succeeds(
-    store: LmdbStore, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+@pytest.mark.parametrize("by_tend", [False, True])
+def test_a_write_error_makes_the_store_read_only_until_one_succeeds(
+    store: LmdbStore, monkeypatch: pytest.MonkeyPatch, call: str, code: int, by_tend: bool
 ) -> None:
     used = store.stats().used_bytes
     with monkeypatch.context() as patch:
@@ -237,6 +243,11 @@ def test_a_write_error_makes_the_store_read_only_until_a_write_succeeds(
         assert os.strerror(code) in stats.reason
         assert [read(store, n) for n in range(COUNT)] == [OK] * COUNT
         assert write(store, range(20, 23)) == [FAILED] * 3
+        store.tend()
+        assert store.stats().mode == "ro"
+    if by_tend:
+        store.tend()
+        assert store.stats().mode == "rw"
     assert write(store, range(20, 23)) == [OK] * 3
     assert (store.stats().mode, store.stats().reason) == ("rw", "")
     assert [read(store, n) for n in (20, 21, 22)] == [OK] * 3
@@ -301,9 +312,11 @@ def test_a_delete_that_cannot_commit_is_owed(store: LmdbStore, monkeypatch: pyte
         store.delete([nursery.meta(0).id, nursery.meta(1).id])
         assert (store.stats().mode, store.stats().records) == ("ro", COUNT)
         assert [read(store, n) for n in range(3)] == [MISSING, MISSING, OK]
-    store.delete([nursery.meta(2).id])
+        store.tend()
+        assert store.stats().mode == "ro"
+    store.tend()
     stats = store.stats()
-    assert (stats.mode, stats.records, stats.counters["owed_deletes"]) == ("rw", COUNT - 3, 0)
+    assert (stats.mode, stats.records, stats.counters["owed_deletes"]) == ("rw", COUNT - 2, 0)
     assert write(store, range(1, 2)) == [OK]
     assert read(store, 1) is OK
 
@@ -336,7 +349,11 @@ def test_the_floor_of_free_space_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert FAILED in statuses
     assert (store.stats().mode, "min_free" in store.stats().reason) == ("ro", True)
     assert [read(store, n) for n in range(4)] == [OK] * 4
+    store.tend()
+    assert store.stats().mode == "ro"  # there is no room for the frame that failed
     free[0] = 100 << 20
+    store.tend()
+    assert store.stats().mode == "rw"
     assert set(write(store, range(100, 110))) == {OK}
     assert store.stats().mode == "rw"
     store.close()

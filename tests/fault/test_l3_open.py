@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import l3_nursery as nursery
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from hicache.store import medium
 from hicache.store.base import RecordStatus
 from hicache.store.lmdb import LmdbOptions, LmdbStore
 from hicache.store.record import allocated_bytes
+from tests.fault import l3_nursery as nursery
 
 OPTIONS = LmdbOptions(min_free_bytes=0, grow_bytes=1 << 20, allow_unsafe_fs=True)
 OK, MISSING, FAILED = RecordStatus.OK, RecordStatus.MISSING, RecordStatus.FAILED
@@ -113,8 +113,8 @@ def test_an_index_of_another_store_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_index_is_an_error_with_a_remedy_not_a_crash(tmp_path: Path) -> None:
     open_store(tmp_path).close()
     (tmp_path / "index" / "data.mdb").write_bytes(b"\xa5" * 32768)
-    refused(tmp_path)
-    refused(tmp_path)  # the lock was given up
+    assert "cannot be opened" in refused(tmp_path).message
+    assert "cannot be opened" in refused(tmp_path).message  # the lock was given up
 
 
 def test_a_store_in_use_names_the_process(tmp_path: Path) -> None:

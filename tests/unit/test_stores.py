@@ -81,6 +81,8 @@ class ScriptedStore:
     def touch(self, ids: Sequence[RecordId]) -> None:
         self._enter("touch", [item.key for item in ids])
 
+    def tend(self) -> None: ...
+
     def stats(self) -> StoreStats:
         return StoreStats(len(self.kept), 0, 0, self.mode, "disk full" if self.mode != "rw" else "")
 
