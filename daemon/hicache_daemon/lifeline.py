@@ -11,6 +11,7 @@ crashes at any step of its registration leaves nothing behind.
 
 import array
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -221,6 +222,12 @@ class Lifeline:
             attachment.deadline = None
 
     def _refuse_raw(self, sock: socket.socket, code: ErrorCode, reason: str) -> None:
+        """Refuse before the peer said anything. A close over an unread packet would reset the connection, and
+        the reason with it: so nothing more is let in, and what came is taken out."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RD)
+            while (packet := _receive(sock))[0]:
+                _close_all(packet[1])
         self._send(sock, Refuse(code, reason))
         sock.close()
 
