@@ -15,7 +15,7 @@ from hicache.core.commands import DeleteRecords, Record, WriteRecords
 from hicache.core.events import StoreDeleted, StoreModeChanged, StoreRecovered, StoreWritten
 from hicache.core.leaves import pick_victims
 from hicache.core.namespaces import Namespace
-from hicache.core.residency import ABSENT, FILLING, LEAVING, READY, Int32s
+from hicache.core.residency import ABSENT, FILLING, LEAVING, NO_ROWS, READY, Int32s
 from hicache.core.transfers import DeleteTicket, WriteTicket
 from hicache.core.world import World
 from hicache.store.record import allocated_bytes
@@ -131,13 +131,17 @@ def store_written(world: World, event: StoreWritten) -> None:
 
 
 def delete(world: World, rows: Int32s) -> None:
-    """Order the records of `rows` (READY, or partly written) to be deleted; without `rw` only forget them."""
+    """Order the records of `rows` (READY, or partly written) to be deleted.
+
+    While the tier takes no writes they are forgotten at once, and their deletion is owed."""
     if not rows.size:
         return
     world.evict_l3.remove(rows)
     _count_bytes(world, rows, -1)
     world.maybe_dead.append(rows)
     if world.disk.mode != "rw":
+        if world.disk.mode == "ro":
+            world.disk.owed.extend(world.record_keys(rows))
         world.residency.drop_l3(rows)
         return
     ticket = DeleteTicket(world.tickets.new_id(), rows)
@@ -234,13 +238,25 @@ def drop_incomplete(world: World, namespace: Namespace, moved: list[int]) -> Non
     delete(world, rows[after != (1 << len(namespace.shape.groups)) - 1])
 
 
+def _pay(world: World) -> None:
+    """Order the deletions that could not be ordered while the tier took no writes."""
+    owed, world.disk.owed = world.disk.owed, []
+    if owed:
+        ticket = DeleteTicket(world.tickets.new_id(), NO_ROWS)
+        world.tickets.add(ticket)
+        world.out.append(DeleteRecords(ticket.id, tuple(owed)))
+
+
 def store_mode_changed(world: World, event: StoreModeChanged) -> None:
+    """After `off` the tier is empty for us: what it holds comes back only if its rows are streamed again."""
     world.disk.mode = event.mode
     world.disk.reason = event.reason
     if event.mode == "rw":
+        _pay(world)
         shrink(world)
     if event.mode != "off":
         return
+    world.disk.owed.clear()
     residency = world.residency
     rows = np.flatnonzero(residency.l3 == READY).astype(np.int32)
     world.evict_l3.remove(rows)

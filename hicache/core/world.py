@@ -48,6 +48,7 @@ class Disk:
     reason: str = ""
     used_bytes: int = 0
     bound_bytes: int = 0  # used_bytes never exceeds this: the capacity, or what was found above it
+    owed: list[tuple[PageKey, str]] = field(default_factory=list)  # records to delete once writes are taken again
 
 
 @dataclass(slots=True)
