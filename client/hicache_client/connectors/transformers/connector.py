@@ -107,6 +107,11 @@ class HiCacheConnector:
                 raise
             log.warning("running uncached: %s", error)
 
+    @property
+    def connected(self) -> bool:
+        """Whether a session with the daemon is open, as far as known without asking."""
+        return self._context is not None and self._context.port.connected
+
     # ---- public -------------------------------------------------------------------------------------
 
     def cache(

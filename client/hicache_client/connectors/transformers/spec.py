@@ -22,6 +22,7 @@ _HASH_CHUNK_BYTES = 32 << 20
 # Fields of a config that change from machine to machine or never reach a key or value.
 _CONFIG_NOISE = frozenset(
     (
+        "_model_name_or_path",
         "_name_or_path",
         "architectures",
         "auto_map",
@@ -34,6 +35,7 @@ _CONFIG_NOISE = frozenset(
         "output_hidden_states",
         "pad_token_id",
         "problem_type",
+        "quantization_config",
         "return_dict",
         "torch_dtype",
         "transformers_version",
