@@ -56,6 +56,13 @@ class PathMatch:
         return np.frombuffer(b"".join(runs), np.int32)  # type: ignore[arg-type]
 
 
+def _own(rows: Int32s) -> Int32s:
+    """A copy for a node. Read only, for `PathMatch.rows` hands out what the node holds."""
+    mine = rows.copy()
+    mine.setflags(write=False)
+    return mine
+
+
 def common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
     """Length of the common prefix of `edge` and `tokens[at:]`, in bytes, a multiple of the token size.
 
@@ -153,7 +160,7 @@ class RadixTree:
             node = self._split(node, known)
         while known < count:
             stop = min(count, known + self.edge_tokens)
-            mine = rows[known // size : stop // size].copy()  # a copy: the caller's array may be a view of much more
+            mine = _own(rows[known // size : stop // size])
             node = self._add(node, tokens[known * TOKEN_BYTES : stop * TOKEN_BYTES], mine)
             known = stop
         self._merge_upwards(node)
@@ -235,11 +242,11 @@ class RadixTree:
         """Part `lower` at token position `at`; return the new upper part. `lower` keeps its identity."""
         cut = (at - lower.start) * TOKEN_BYTES
         pages = at // self.page_tokens - lower.start // self.page_tokens
-        upper = Node(lower.parent, lower.start, lower.edge[:cut], lower.rows[:pages].copy())
+        upper = Node(lower.parent, lower.start, lower.edge[:cut], _own(lower.rows[:pages]))
         assert lower.parent is not None, "the root has no edge to split"
         lower.parent.children[upper.edge[:TOKEN_BYTES]] = upper
         lower.parent, lower.start = upper, at
-        lower.edge, lower.rows = lower.edge[cut:], lower.rows[pages:].copy()
+        lower.edge, lower.rows = lower.edge[cut:], _own(lower.rows[pages:])
         upper.children[lower.edge[:TOKEN_BYTES]] = lower
         self.owners.enter(upper)
         self.nodes += 1
@@ -281,6 +288,7 @@ class RadixTree:
         parent.edge += child.edge
         parent.end = child.end
         parent.rows = np.concatenate((parent.rows, child.rows))
+        parent.rows.setflags(write=False)
         parent.children = child.children
         for below in child.children.values():
             below.parent = parent
@@ -333,7 +341,7 @@ class RadixTree:
         self.tokens_held -= node.end - end
         node.end = end
         node.edge = node.edge[: (end - node.start) * TOKEN_BYTES]
-        node.rows = node.rows[:pages].copy()
+        node.rows = _own(node.rows[:pages])
 
     def _remove_leaf(self, node: Node, lone: list[Node]) -> None:
         """Take a leaf out, and above it what was there only for its sake. Its rows are the caller's business.

@@ -141,6 +141,15 @@ def test_the_callers_arrays_are_copied() -> None:
     assert tree.match(raw(1, 2)).rows.tolist() == [4, 5]
 
 
+def test_rows_of_a_match_cannot_be_written_to(parted: RadixTree) -> None:
+    parted.prune(int32s(21))  # cuts and merges
+    for tokens in (raw(1, 2, 3, 4), raw(1, 2, 3, 4, 5, 6, 7, 8), raw(9)):
+        assert not parted.match(tokens).rows.flags.writeable
+    parted.insert(raw(1, 2, 3, 4, 5, 6, 8, 8), int32s(10, 31))
+    for tokens in (raw(1, 2, 3, 4), raw(1, 2, 3, 4, 5, 6, 7, 8)):
+        assert not parted.match(tokens).rows.flags.writeable
+
+
 def test_tokens_beyond_the_last_page_are_known_and_bounded() -> None:
     tree = RadixTree(4, bare_leaves=3)
     tree.insert(raw(0, 0, 0, 0), int32s(0))
