@@ -483,6 +483,7 @@ def _open_index(directory: StoreDirectory, capacity_bytes: int, options: LmdbOpt
     """
     rows = capacity_bytes // allocated_bytes(1)
     size = 2 * _INDEX_HEADROOM_BYTES + rows * _ROW_BUDGET_BYTES
+    directory.index.mkdir(mode=0o700, exist_ok=True)  # lmdb would give it the files' mode: only root could enter
     return lmdb.open(
         str(directory.index),
         map_size=-(-size // 4096) * 4096,

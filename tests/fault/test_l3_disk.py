@@ -399,6 +399,79 @@ def test_a_disk_that_is_full_in_earnest(small_disk: Path) -> None:
     store.close()
 
 
+def test_space_that_cannot_be_given_back_harms_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Punching comes after the commit: its failure must not undo what was committed."""
+    store = open_store(tmp_path / "s")
+    assert set(write(store, range(40))) == {OK}
+    store.close()
+    store = open_store(tmp_path / "s", capacity=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(medium, "punch", fail(errno.EIO))
+        store.delete([nursery.meta(n).id for n in range(30)])
+    assert store.stats().counters["backed_bytes"] > 1 << 20
+    assert (store.stats().mode, store.stats().records) == ("rw", 10)
+    store.delete([nursery.meta(30).id])
+    assert store.stats().counters["backed_bytes"] <= 1 << 20
+    assert [read(store, n) for n in range(31, 40)] == [OK] * 9
+    store.close()
+
+
+def test_without_holes_in_files_the_limit_still_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem that can neither preallocate nor punch: split space is refused, nothing is overwritten."""
+    monkeypatch.setattr(medium, "punch", lambda *_args: False)
+    monkeypatch.setattr(medium._Libc, "fallocate", lambda *_args: False)
+    store = open_store(tmp_path / "s", capacity=1 << 20)
+    small = [n for n in range(0, 4 * 85, 4)]  # 5000 bytes each
+    statuses = store.write([nursery.meta(n) for n in small], [nursery.content(n, 1) for n in small])
+    assert statuses == [OK] * 85
+    store.delete([nursery.meta(n).id for n in small[::2]])
+    assert write(store, range(3, 4)) == [FAILED]  # 100001 bytes, in no gap
+    assert store.stats().mode == "rw"
+    assert [read(store, n) for n in small] == [MISSING, OK] * 42 + [MISSING]
+    assert (tmp_path / "s" / "frames.seg").stat().st_size <= 1 << 20
+    store.close()
+
+
+def test_space_under_a_reader_is_not_reused(
+    store: LmdbStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The record is deleted and others are written while a reader stands before its preadv."""
+    whole, old_at, later = os.preadv, offset_of(tmp_path / "s", 2), list[int]()
+
+    def meanwhile(fd: int, parts: list[memoryview], offset: int) -> int:
+        monkeypatch.setattr(os, "preadv", whole)
+        store.delete([nursery.meta(2).id])
+        assert write(store, range(20, 35)) == [OK] * 15
+        later.extend(offset_of(tmp_path / "s", n) for n in range(20, 35))
+        return whole(fd, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert read(store, 2) is OK  # it was there when it was asked for
+    assert len(later) == 15
+    assert old_at not in later
+    assert read(store, 2) is MISSING
+    assert write(store, range(38, 39)) == [OK]  # of the same length: now it is reused
+    assert offset_of(tmp_path / "s", 38) == old_at
+
+
+def test_a_record_replaced_under_a_bad_read_is_not_set_aside(
+    store: LmdbStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.preadv
+
+    def meanwhile(fd: int, parts: list[memoryview], offset: int) -> int:
+        monkeypatch.setattr(os, "preadv", whole)
+        assert write(store, range(2, 3)) == [OK]
+        moved = whole(fd, parts, offset)
+        parts[0][0] ^= 1
+        return moved
+
+    monkeypatch.setattr(os, "preadv", meanwhile)
+    assert read(store, 2) is MISSING
+    assert read(store, 2) is OK
+    assert store.stats().counters.get("quarantined", 0) == 0
+
+
 def test_close_waits_for_readers(store: LmdbStore, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, inside, go = os.preadv, threading.Event(), threading.Event()
 
