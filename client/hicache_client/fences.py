@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from hicache.protocol.fence import (
     MAGIC,
@@ -61,8 +62,8 @@ class Fence:
 
     @property
     def settled(self) -> bool:
-        """Neither end of the transfer is touched any more: it ended, or the daemon is gone."""
-        return self.terminal or self._area.dead
+        """Neither end of the transfer is touched any more: it ended, or the daemon has done with the session."""
+        return self.terminal or self._area.over()
 
     def reject(self) -> None:
         """The daemon answered that the transfer will not begin; the slot is free at once."""
@@ -76,7 +77,8 @@ class Fence:
 class FenceArea:
     """A sealed memfd of `slots` slots. Thread-safe."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, over: Callable[[], bool]) -> None:
+        """`over` says whether the daemon is known not to write here any more."""
         self.slots = slots
         self.fd = sealed_memfd("hicache-fences", slots * SLOT_BYTES)
         self._words = memoryview(mmap.mmap(self.fd, slots * SLOT_BYTES, mmap.MAP_SHARED)).cast("Q")
@@ -84,7 +86,7 @@ class FenceArea:
         self._free = deque(range(slots))
         self._busy: dict[int, Fence] = {}
         self._generation = 0
-        self.dead = False  # the session ended: nobody writes here any more
+        self.over = over
 
     @property
     def busy(self) -> int:
@@ -122,9 +124,9 @@ class FenceArea:
                 self._end(fence, STATE_FAILED, 0)
 
     def close(self) -> None:
-        """The session ended. Fences keep what they saw, the mapping lives as long as they. Idempotent."""
+        """The session ended on our side. The daemon may still end its copies: fences go on to show that, the
+        mapping lives as long as they do. Idempotent."""
         with self._lock:
-            self.dead = True
             if self.fd >= 0:
                 os.close(self.fd)
                 self.fd = -1

@@ -36,8 +36,11 @@ class _AsyncTransfer:
 
     @property
     def settled(self) -> bool:
-        """The daemon touches the L1 blocks no more: the copy ended, or never began, or the session is over."""
-        return self.fence.settled or self._link.gone()
+        """The daemon touches the L1 blocks no more: the copy ended, or never began, or the daemon is gone.
+
+        A session that this side ended (a daemon too long silent, `close`) settles when the daemon, which then
+        cancels its copies, has written so."""
+        return self.fence.settled
 
     @property
     def failed(self) -> bool:

@@ -1,9 +1,17 @@
 """The unix socket whose two ends tell each other that they live; it also carries the shared memory.
 
-connect ─► send Attach + 2 fds ─► Attached | Refuse ─► kept open, silent; EOF = the other side is gone
+    connect ─► send Attach + 2 fds ─► Attached | Refuse ─► kept open, silent; EOF = the other side is gone
+
+The daemon closes its end only after the last copy of the session has ended. So its EOF means that it will not
+touch our memory again; our own hanging up means nothing of the kind, which is why the daemon's process is
+watched apart.
 """
 
+import os
+import select
 import socket
+import struct
+import weakref
 from pathlib import Path
 
 from hicache.base.errors import ErrorCode, HiCacheError
@@ -15,20 +23,43 @@ PACKET_BYTES = 65536
 REMEDY = "start it with `hicache serve`, or set HICACHE_RUNTIME_DIR to where it runs"
 
 
+class Peer:
+    """The process at the other end of a unix socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self._poll = select.poll()
+        self._known = True
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:  # it has exited already, or lives in a pid namespace that we cannot see
+            self._known = False
+            return
+        weakref.finalize(self, os.close, fd)
+        self._poll.register(fd, select.POLLIN)
+
+    def exited(self) -> bool:
+        """Whether it is known to have ended."""
+        return self._known and bool(self._poll.poll(0))
+
+
 class Lifeline:
     """A connected lifeline; never blocks."""
 
     def __init__(self, path: Path) -> None:
         """Raises `HiCacheError(TIMEOUT)` when no daemon listens at `path`."""
         self._limits = Limits()
-        self._open = True
+        self._hung_up = False  # by us
+        self._ended = False  # by the daemon
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._socket.setblocking(False)
         try:
+            self._socket.setblocking(False)
             self._socket.connect(str(path))
+            self._peer = Peer(self._socket)
         except OSError as error:  # absent, refused, not allowed, or its backlog is full
             self._socket.close()
-            raise HiCacheError(ErrorCode.TIMEOUT, f"no daemon at {path}: {error.strerror}", REMEDY) from error
+            reason = error.strerror or str(error)
+            raise HiCacheError(ErrorCode.TIMEOUT, f"no daemon at {path}: {reason}", REMEDY) from error
 
     @property
     def fd(self) -> int:
@@ -57,18 +88,22 @@ class Lifeline:
         return decode_packet(packet, self._limits).message
 
     def alive(self) -> bool:
-        """Whether the daemon still holds its end. Any thread may ask."""
-        if not self._open:
-            return False
-        try:
-            self._open = bool(self._socket.recv(PACKET_BYTES))  # nothing is ever sent here: data is ignored
-        except BlockingIOError:
-            return True
-        except OSError:  # reset, or closed by another thread
-            self._open = False
-        return self._open
+        """Whether both ends are open. Any thread may ask."""
+        if not self._hung_up and not self._ended:
+            try:
+                self._ended = not self._socket.recv(PACKET_BYTES)  # nothing is ever sent here: data is ignored
+            except BlockingIOError:
+                return True
+            except OSError:
+                self._ended = not self._hung_up  # reset; or another thread closed it just now
+        return not self._hung_up and not self._ended
+
+    def over(self) -> bool:
+        """Whether the daemon has done with our memory: it closed its end, or its process has ended."""
+        return not self.alive() and (self._ended or self._peer.exited())
 
     def close(self) -> None:
         """Hang up, which ends the session. Idempotent."""
-        self._open = False
+        self.alive()  # the last look at what the daemon did by itself
+        self._hung_up = True
         self._socket.close()

@@ -136,6 +136,9 @@ class Link:
         except zmq.Again:
             self.blocked = True
             return None
+        except zmq.ZMQError as error:
+            self.dead = f"the control socket failed: {error}"
+            return None
         self.blocked = False
         self._open[pending.request_id] = pending
         return pending
@@ -178,19 +181,23 @@ class Link:
         if self.dead:
             return
         came = 0
-        while not self.dead:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            came += 1
-            self._receive(frames)
+        try:
+            while not self.dead and self._has_reply():
+                came += 1
+                self._receive(self.socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.ZMQError as error:  # never seen; an engine must not see it either
+            self.dead = f"the control socket failed: {error}"
         if not self.dead and not self.lifeline.alive():
             self.dead = "the daemon is gone"
         if came:
             self._return_leases()
         if (came or self.dead) and self.on_progress is not None:
             self.on_progress()
+
+    def _has_reply(self) -> bool:
+        events = self.socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
 
     def gone(self) -> bool:
         """Whether the session has ended, as far as one can tell without reading replies."""

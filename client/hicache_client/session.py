@@ -197,10 +197,11 @@ class AsyncSession:
             if self._attempt is None:
                 self._attempt = self._attach()
             link = await self._advance(self._attempt, deadline)
-        except HiCacheError as error:
+        except (HiCacheError, OSError, zmq.ZMQError) as error:  # the last two: out of descriptors or memory
             self._drop_attempt()
+            code = error.code if isinstance(error, HiCacheError) else ErrorCode.INTERNAL
             self._backoff.failed(self.port.now())
-            self._say(f"away {error.code}", logging.WARNING, "hicache is away, running uncached: %s", error)
+            self._say(f"away {code}", logging.WARNING, "hicache is away, running uncached: %s", error)
             return
         if link is not None:
             self._attempt = None
@@ -213,10 +214,10 @@ class AsyncSession:
         self._epoch += 1
         slots = self._options.fence_slots
         try:
-            fences = FenceArea(slots)
-        except OSError as error:
+            fences = FenceArea(slots, lifeline.over)
+        except BaseException:
             lifeline.close()
-            raise HiCacheError(ErrorCode.INTERNAL, f"no memory for fences: {error.strerror}") from error
+            raise
         attempt = _Attempt(lifeline, fences, self._epoch, self.port.now() + self._options.connect_timeout_s)
         self._attempt = attempt  # from here on it is dropped on failure
         attach = Attach(self._instance, self._epoch, self._registration.pool.size_bytes, slots)

@@ -53,6 +53,10 @@ def test_pool_of_no_size(size: int) -> None:
         SharedPool(size)
 
 
+def never() -> bool:
+    return False
+
+
 class DaemonSide:
     """The words as the daemon maps them."""
 
@@ -67,7 +71,7 @@ class DaemonSide:
 
 
 def test_slots_rotate_and_generations_never_repeat() -> None:
-    area = FenceArea(3)
+    area = FenceArea(3, never)
     daemon = DaemonSide(area)
     seen: list[tuple[int, int]] = []
     for _ in range(7):
@@ -86,7 +90,7 @@ def test_slots_rotate_and_generations_never_repeat() -> None:
 
 
 def test_an_open_slot_is_never_given_twice() -> None:
-    area = FenceArea(2)
+    area = FenceArea(2, never)
     daemon = DaemonSide(area)
     first, second = area.acquire(), area.acquire()
     assert first is not None
@@ -102,7 +106,7 @@ def test_an_open_slot_is_never_given_twice() -> None:
 
 
 def test_a_fence_keeps_its_end_after_its_slot_is_anothers() -> None:
-    area = FenceArea(1)
+    area = FenceArea(1, never)
     daemon = DaemonSide(area)
     old = area.acquire()
     assert old is not None
@@ -120,7 +124,7 @@ def test_a_fence_keeps_its_end_after_its_slot_is_anothers() -> None:
 
 
 def test_progress_and_settling() -> None:
-    area = FenceArea(1)
+    area = FenceArea(1, never)
     daemon = DaemonSide(area)
     fence = area.acquire()
     assert fence is not None
@@ -134,16 +138,28 @@ def test_progress_and_settling() -> None:
     assert fence.layers_done == 3
 
 
-def test_a_rejected_slot_is_free_at_once_and_a_closed_area_settles_all() -> None:
-    area = FenceArea(1)
+def test_a_rejected_slot_is_free_at_once() -> None:
+    area = FenceArea(1, never)
     fence = area.acquire()
     assert fence is not None
     fence.reject()
     assert fence.state == STATE_FAILED
-    other = area.acquire()
-    assert other is not None
-    assert not other.settled
+    assert area.acquire() is not None
+
+
+def test_a_closed_area_still_shows_the_end_of_its_copies() -> None:
+    over = False
+    area = FenceArea(2, lambda: over)
+    daemon = DaemonSide(area)
+    first, second = area.acquire(), area.acquire()
+    assert first is not None
+    assert second is not None
     area.close()
     area.close()
-    assert other.settled
-    assert not other.terminal
+    assert not first.settled
+    daemon.write(first.slot, WORD_STATE, STATE_FAILED)
+    assert first.settled
+    assert not second.settled
+    over = True
+    assert second.settled
+    assert not second.terminal
