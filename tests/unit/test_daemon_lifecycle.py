@@ -175,7 +175,7 @@ def test_the_laws_are_checked_when_idle(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def script(bench: Bench) -> None:
         bench.daemon.recovered(RecoveryEnded(0))
-        await until(lambda: bench.life.over.is_set())
+        await until(bench.life.over.is_set)
 
     bench = Bench(law="rows leak")
     assert bench.run(script) == EXIT_CRASH
