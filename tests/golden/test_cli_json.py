@@ -4,7 +4,6 @@ Renew on purpose with `UPDATE_GOLDEN=1 pytest tests/golden/test_cli_json.py`.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,7 @@ from typer.testing import CliRunner
 
 from hicache_daemon.bench.report import Case, report
 from hicache_daemon.cli.app import app
-
-HERE = Path(__file__).parent / "cli"
-
-
-def shape(value: Any) -> Any:
-    """Types instead of values; a list shows the shape of its first item."""
-    if isinstance(value, dict):
-        return {key: shape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [shape(value[0])] if value else []
-    return type(value).__name__
+from tests.golden.shapes import same_as_golden
 
 
 def run(*args: str) -> Any:
@@ -43,13 +32,7 @@ def documents() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["config-check", "config-check-errors", "config-show", "error", "bench"])
 def test_shape_of_json_output(name: str) -> None:
-    path = HERE / f"{name}.json"
-    got = shape(documents()[name])
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(json.dumps(got, indent=2) + "\n")
-    want = json.loads(path.read_text())
-    assert got == want
-    assert list(got) == list(want)  # the order, too: schema_version first
+    same_as_golden(name, documents()[name])
 
 
 def test_config_schema_is_the_released_one() -> None:

@@ -159,13 +159,47 @@ def fake_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Any) ->
     return ["--runtime-dir", str(tmp_path)]
 
 
-def test_status_shows_units_and_passes_json_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    state = {"schema_version": 1, "state": "READY", "ready": True, "uptime_s": 12.5, "l2": {"used_bytes": 3 << 29}}
-    args = fake_daemon(monkeypatch, tmp_path, lambda what: state)
+def test_status_is_a_headline_tiers_and_counters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = {
+        "pool": {"used_bytes": 3 << 29, "arena_bytes": 3 << 30},
+        "rows": {"l2": {"ready": 1200, "filling": 3}},
+        "l3": {"mode": "off"},
+        "counters": {"lookups": 1234, "evicted_l2": 0},
+    }
+    state = {"schema_version": 1, "version": "9.9", "state": "ready", "ready": True, "uptime_s": 12.5, "cache": cache}
+    args = fake_daemon(monkeypatch, tmp_path, lambda what: state | {"reasons": ["l3 is slow"]})
     shown = invoke("status", *args).stdout
-    assert re.search(r"l2\.used +│ +1\.5 GiB", shown)
-    assert re.search(r"uptime +│ +12\.5 s", shown)
-    assert document(invoke("status", *args, "--json")) == state
+    assert "hicached 9.9: ready" in shown
+    assert "up 12.5 s" in shown
+    assert "! l3 is slow" in shown
+    assert re.search(r"L2 memory .* █{10}░{10} 50% .* 1\.5 GiB +│ +3\.0 GiB +│ +1,200 \(\+3\)", shown)
+    assert re.search(r"L3 disk +│ off", shown)
+    assert re.search(r"lookups +│ +1,234", shown)
+    assert "evicted" not in shown
+
+
+def test_status_of_a_daemon_of_another_version_still_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = {"schema_version": 2, "state": "odd", "cache": {"pool": None, "rows": 7, "counters": {"x": "y"}}}
+    args = fake_daemon(monkeypatch, tmp_path, lambda what: state)
+    result = invoke("status", *args)
+    assert result.exit_code == 0
+    assert "odd" in result.stdout
+    assert json.loads(invoke("status", *args, "--json").stdout) == state
+
+
+def test_inspect_shows_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = {
+        "schema_version": 1,
+        "boot_id": "ab",
+        "pool": {"used_bytes": 3 << 29},
+        "lag_ms": {"p99": 1.5},
+        "views": [],
+    }
+    args = fake_daemon(monkeypatch, tmp_path, lambda what: state)
+    shown = invoke("inspect", "l2", *args).stdout
+    assert re.search(r"pool\.used +│ +1\.5 GiB", shown)
+    assert re.search(r"lag\.p99 +│ +1\.50 ms", shown)
+    assert document(invoke("inspect", "l2", *args, "--json")) == state
 
 
 def test_status_ready_is_a_health_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from hicache.base.units import approx_size
+
 SCHEMA_VERSION = 1
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -51,20 +53,14 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table) if console.is_terminal else Console(width=160).print(table)
 
 
-def _unit(name: str, value: float) -> tuple[str, str] | None:
-    from hicache.base.units import approx_size
-
-    shown: list[tuple[str, Callable[[float], str]]] = [
-        ("_bytes", approx_size),
-        ("_us", lambda x: f"{x:,.1f} µs"),
-        ("_ms", lambda x: f"{x:,.2f} ms"),
-        ("_ratio", lambda x: f"{x:.1%}"),
-        ("_s", lambda x: f"{x:,.1f} s"),
-    ]
-    for suffix, show in shown:
-        if name.endswith(suffix):
-            return name.removesuffix(suffix), show(value)
-    return None
+_UNITS: dict[str, Callable[[float], str]] = {
+    "_bytes": approx_size,
+    "_us": lambda x: f"{x:,.1f} µs",
+    "_ms": lambda x: f"{x:,.2f} ms",
+    "_ratio": lambda x: f"{x:.1%}",
+    "_s": lambda x: f"{x:,.1f} s",
+}
+IDENTIFIERS = {"pid", "session", "epoch"}  # numbers that name, not count: no thousands separators
 
 
 def show_value(name: str, value: Any) -> tuple[str, str]:
@@ -72,11 +68,13 @@ def show_value(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, bool):
         return name, "yes" if value else "no"
     if isinstance(value, int | float):
-        found = _unit(name, value)
-        if found is not None:
-            return found
+        for suffix, show in _UNITS.items():
+            if name.endswith(suffix):
+                return name.removesuffix(suffix), show(value)
+        if name in IDENTIFIERS:
+            return name, str(value)
         return name, f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
-    return name, "–" if value is None else str(value)
+    return name, "–" if value is None or value == "" else str(value)
 
 
 def fact_rows(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -84,7 +82,9 @@ def fact_rows(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     rows: list[tuple[str, str]] = []
     for name, value in data.items():
         if isinstance(value, Mapping):
-            rows += fact_rows(value, f"{prefix}{name}.")
+            unit = next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
+            inner = {key + unit if isinstance(item, int | float) else key: item for key, item in value.items()}
+            rows += fact_rows(inner, f"{prefix}{name.removesuffix(unit)}.")
         elif isinstance(value, list) and not any(isinstance(item, Mapping) for item in value):
             rows.append((prefix + name, ", ".join(map(str, value)) or "–"))
         elif not isinstance(value, list):

@@ -1,13 +1,13 @@
 """`hicache status` and `hicache inspect l2 | l3 | sessions`: questions to a running daemon."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from hicache_daemon.cli import view
 from hicache_daemon.cli.options import JsonOption
-from hicache_daemon.cli.output import EXIT_FAILURE, emit, fact_rows, fail, print_table, record_lists, show_value
+from hicache_daemon.cli.output import EXIT_FAILURE, emit, fail
 
 What = Literal["status", "l2", "l3", "sessions"]
 
@@ -47,40 +47,25 @@ def ask(what: What, directory: Path | None, timeout_s: float, as_json: bool) -> 
         fail(error.code.value, error.message, error.remedy, as_json)
 
 
-def _tables(title: str, data: Mapping[str, Any]) -> None:
-    """Facts as one table, then each list of records as a table of its own."""
-    facts = {name: value for name, value in data.items() if name not in {"schema_version", "boot_id"}}
-    if list(facts.values()) == [[]]:
-        typer.echo(f"no {title}")
-        return
-    rows = fact_rows(facts)
-    if rows:
-        print_table(title, ("what", "value"), rows, right=(1,))
-    for name, records in record_lists(facts):
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        heads = [show_value(key, records[0].get(key))[0].replace("_", " ") for key in columns]
-        print_table(name, heads, [[show_value(key, record.get(key))[1] for key in columns] for record in records])
-
-
 @inspect_app.command()
 def l2(runtime_dir: RuntimeDirOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """The host arena: size, use, parents, what is pinned."""
     data = ask("l2", runtime_dir, timeout, as_json)
-    emit(data) if as_json else _tables("L2", data)
+    emit(data) if as_json else view.facts("L2", data)
 
 
 @inspect_app.command()
 def l3(runtime_dir: RuntimeDirOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """The disk tier: mode, records, bytes, failures."""
     data = ask("l3", runtime_dir, timeout, as_json)
-    emit(data) if as_json else _tables("L3", data)
+    emit(data) if as_json else view.facts("L3", data)
 
 
 @inspect_app.command()
 def sessions(runtime_dir: RuntimeDirOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """Connected engines with their leases and transfers."""
     data = ask("sessions", runtime_dir, timeout, as_json)
-    emit(data) if as_json else _tables("sessions", data)
+    emit(data) if as_json else view.facts("sessions", data)
 
 
 def status(
@@ -93,6 +78,6 @@ def status(
 ) -> None:
     """Is a daemon there, and how is it? Exit 1 if none answers."""
     data = ask("status", runtime_dir, timeout, as_json)
-    emit(data) if as_json else _tables("hicached", data)
+    emit(data) if as_json else view.status(data)
     if ready and not data.get("ready"):
         raise typer.Exit(EXIT_FAILURE)
