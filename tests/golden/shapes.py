@@ -17,7 +17,7 @@ def shape(value: Any) -> Any:
     return "number" if type(value) in {int, float} else type(value).__name__
 
 
-def same_as_golden(name: str, document: Any) -> None:
+def check_golden(name: str, document: Any) -> None:
     """Fail unless `document` has the shape on file, with its keys in the same order: schema_version is first."""
     path = FOLDER / f"{name}.json"
     got = shape(document)

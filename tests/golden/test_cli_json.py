@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hicache_daemon.bench.report import Case, report
 from hicache_daemon.cli.app import app
-from tests.golden.shapes import same_as_golden
+from tests.golden.shapes import check_golden
 
 
 def run(*args: str) -> Any:
@@ -32,7 +32,7 @@ def documents() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["config-check", "config-check-errors", "config-show", "error", "bench"])
 def test_shape_of_json_output(name: str) -> None:
-    same_as_golden(name, documents()[name])
+    check_golden(name, documents()[name])
 
 
 def test_config_schema_is_the_released_one() -> None:

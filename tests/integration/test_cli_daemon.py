@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hicache_daemon.cli.app import app
 from tests.daemon_harness import DaemonProcess, RawClient
-from tests.golden.shapes import same_as_golden
+from tests.golden.shapes import check_golden
 
 SCRIPT = Path(sys.executable).with_name("hicache")
 
@@ -34,7 +34,7 @@ def invoke(daemon: DaemonProcess, *args: str) -> Any:
 def test_json_shapes_of_a_running_daemon(daemon: DaemonProcess, args: tuple[str, ...]) -> None:
     result = invoke(daemon, *args, "--json")
     assert result.exit_code == 0
-    same_as_golden("-".join(args), json.loads(result.stdout))
+    check_golden("-".join(args), json.loads(result.stdout))
 
 
 def test_status_for_people(daemon: DaemonProcess) -> None:
