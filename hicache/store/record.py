@@ -128,9 +128,16 @@ def _pack_body(meta: RecordMeta, ordinal: int, checksum: bytes, seal: Seal) -> b
 def header_fault(header: bytes, meta: RecordMeta, place: Place, seal: Seal) -> str:
     """Why this header is not the one that was written for `meta` at `place`, or "".
 
-    The named checks come first so that the reason says what happened; the final comparison with the header
-    as it must be leaves no field unchecked.
+    It must be, byte for byte, the header that a write would make; no field is left unchecked.
     """
+    body = _pack_body(meta, place.ordinal, place.checksum, seal)
+    if hmac.compare_digest(header, body + seal.mac(body)):
+        return ""
+    return _name_fault(header, meta, place, seal)
+
+
+def _name_fault(header: bytes, meta: RecordMeta, place: Place, seal: Seal) -> str:
+    """What is wrong with a header that is known to be wrong, for logs and the quarantine."""
     if header[:8] != MAGIC:
         return "bad magic"
     if int.from_bytes(header[8:10], "little") != FORMAT_VERSION:
@@ -152,8 +159,7 @@ def header_fault(header: bytes, meta: RecordMeta, place: Place, seal: Seal) -> s
     for name, got, want in expected:
         if got != want:
             return f"other {name}"
-    body = _pack_body(meta, place.ordinal, place.checksum, seal)
-    return "" if header[:_SIGNED_BYTES] == body else "other header"
+    return "other header"
 
 
 # ---- index rows ---------------------------------------------------------------------------------------
