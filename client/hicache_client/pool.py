@@ -48,8 +48,8 @@ class SharedPool:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.buffer.release()
         try:
+            self.buffer.release()
             self._map.close()
         except BufferError:  # somebody still holds a view; the mapping goes with the last of them
             return

@@ -10,6 +10,7 @@ in the process that uses it.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,11 +80,16 @@ class Client:
         link = self._session.link
         return link.boot_id if link is not None else 0
 
-    def connect(self, timeout_s: float | None = None) -> bool:
-        """Wait until a session is open, trying again without pauses; False after `timeout_s` (default:
-        connect_timeout_s). No call needs this: it is for programs that want the daemon before they go on."""
-        deadline = self._port.now() + (self._options.connect_timeout_s if timeout_s is None else timeout_s)
-        while self._port.enter(deadline):
+    def connect(self, wait_s: float | None = None) -> bool:
+        """Open a session now, pause or not; whether one is open.
+
+        Without `wait_s` this fails at once when nobody listens, and after connect_timeout_s when somebody does
+        not answer. With it, it goes on trying for so long: for a daemon that is just being started. No other
+        call needs this one first."""
+        now = self._port.now()
+        deadline = now + (self._options.connect_timeout_s if wait_s is None else wait_s)
+        tries = self._session.tries_needed() if wait_s is None else sys.maxsize
+        while tries > 0 and self._port.enter(deadline):
             try:
                 self._session.try_now()
                 if self._session.connected(deadline) is not None:
@@ -91,9 +97,9 @@ class Client:
             finally:
                 self._port.leave()
             left = deadline - self._port.now()
-            if left <= 0 or self._session.closed:
-                return False
-            self._port.sleep(min(left, CONNECT_PAUSE_S))
+            tries = 0 if left <= 0 or self._session.closed else tries - 1
+            if tries:
+                self._port.sleep(min(left, CONNECT_PAUSE_S))
         return False
 
     def poll(self) -> None:

@@ -95,6 +95,10 @@ class Session:
         """Forget the pause: the next call tries."""
         self._backoff.succeeded()
 
+    def tries_needed(self) -> int:
+        """2 if an attempt of an earlier call is under way: it may turn out to be with a daemon that is gone."""
+        return 1 if self._attempt is None else 2
+
     def close(self, deadline: float) -> None:
         """Say Goodbye and wait for its answer until `deadline`, then free the sockets. Idempotent."""
         if self.closed:

@@ -70,6 +70,18 @@ def test_without_a_daemon_everything_is_a_miss_said_once(tmp_path: Path, caplog:
             assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_connect_does_not_wait_for_a_daemon_unless_told_to(tmp_path: Path) -> None:
+    with client_of(tmp_path, retry_initial_s=1000.0, retry_max_s=1000.0) as client, FakeDaemon(tmp_path) as daemon:
+        daemon.stop()
+        start = time.monotonic()
+        assert not client.connect()
+        assert time.monotonic() - start < SAFETY_S / 2  # it would have waited for connect_timeout_s = SAFETY_S
+        timer = threading.Timer(0.02, daemon.start)
+        timer.start()
+        assert client.connect(SAFETY_S)
+        timer.join()
+
+
 def test_a_daemon_that_starts_later_is_found(tmp_path: Path) -> None:
     with client_of(tmp_path) as client:
         assert client.lookup(TOKENS, 8) == EMPTY

@@ -2,7 +2,10 @@
 
 import mmap
 import os
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache.protocol.fence import (
@@ -37,9 +40,10 @@ def test_pool_is_shared_and_cannot_change_size(pretouch: bool) -> None:
     pool.close()
 
 
-def test_views_outlive_the_pool() -> None:
+@pytest.mark.parametrize("view_of", [memoryview, lambda buffer: np.frombuffer(buffer, np.uint8)])
+def test_views_outlive_the_pool(view_of: Callable[[memoryview], Any]) -> None:
     pool = SharedPool(PAGE)
-    view = memoryview(pool.buffer)
+    view = view_of(pool.buffer)
     view[0] = 3
     pool.close()
     pool.close()
