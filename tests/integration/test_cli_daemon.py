@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_daemon.cli.app import app
+from hicache_daemon.config.settings import hot_keys
 from tests.daemon_harness import DaemonProcess, RawClient
 from tests.golden.shapes import check_golden
 
@@ -85,10 +86,10 @@ def test_a_killed_daemon_leaves_a_socket_that_does_not_hang_the_command_line(tmp
 
 def test_reload_applies_hot_keys_and_names_the_others(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path) as process:
-        process.config.write_text("server:\n  log_level: debug\nl2:\n  copy_threads: 1\n")
+        process.config.write_text("server:\n  log_level: debug\n  drain: 7s\nl2:\n  copy_threads: 1\n")
         process.signal(signal.SIGHUP)
         entry = process.wait_event("config.reloaded")
-        assert entry["applied"] == ["server.log_level"]
+        assert set(entry["applied"]) == hot_keys()  # each key that is documented as hot is
         assert entry["need_restart"] == ["l2.copy_threads"]
         process.config.write_text("server:\n  log_levle: info\n")
         process.signal(signal.SIGHUP)
