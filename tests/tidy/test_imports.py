@@ -1,5 +1,7 @@
 """What must never import what: the contracts of pyproject.toml, and that they cover every package."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tidy.sources import ROOT
+from tests.tidy.sources import PRODUCT, ROOT
 
 # Packages that decide must stand in contract 1; these do not decide.
 OUTSIDE = {"store", "copy", "codec", "reuse", "sparse", "longctx", "metrics"}
@@ -24,6 +26,47 @@ def test_contracts_hold() -> None:
     done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{len(contracts())} kept, 0 broken" in done.stdout
+
+
+# One forbidden import for each contract, planted in a copy: a contract that cannot break guards nothing.
+PLANTS = {
+    "pure": ("hicache/base/units.py", "threading"),
+    "pure-inside": ("hicache/keys/chain.py", "hicache.store.base"),
+    "tokens-and-blocks": ("hicache/pool/blocks.py", "hicache.keys.chain"),
+    "tokens-and-blocks-2": ("hicache/index/radix.py", "hicache.pool.refs"),
+    "policy": ("hicache/policy/evict/lru.py", "hicache.keys.chain"),
+    "store": ("hicache/store/record.py", "hicache.core.events"),
+    "copy": ("hicache/copy/geometry.py", "hicache.store.base"),
+    "bindings": ("daemon/hicache_daemon/front.py", "zmq"),
+    "client": ("client/hicache_client/pool.py", "hicache.pool.blocks"),
+    "connectors": ("daemon/hicache_daemon/loop.py", "hicache_client.connectors"),
+    "no-torch": ("daemon/hicache_daemon/arena.py", "torch"),
+    "pydantic": ("daemon/hicache_daemon/lanes.py", "pydantic"),
+}
+
+
+def test_each_contract_can_break(tmp_path: Path) -> None:
+    assert PLANTS.keys() == contracts().keys()
+    for folder in PRODUCT:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name, module in PLANTS.values():
+        with (tmp_path / name).open("a") as file:
+            file.write(f"\nimport {module}\n")
+    path = os.pathsep.join(str(tmp_path / folder) for folder in (".", "daemon", "client"))
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [tool, "--no-cache"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    kept = [item["name"] for item in contracts().values() if f"{item['name']} KEPT" in done.stdout]
+    assert kept == []
+    assert f"0 kept, {len(PLANTS)} broken" in done.stdout
 
 
 def test_every_package_of_the_library_is_covered() -> None:
