@@ -109,7 +109,7 @@ class AsyncSession:
             try:
                 await self.ask(link, Goodbye(), (), deadline)
             except HiCacheError as error:
-                _log.debug("goodbye was not answered: %s", error)
+                _log.debug("goodbye was not answered: %s", str(error))
             self._lost(link, "closed")
         self._context.destroy(0)
 
@@ -205,7 +205,7 @@ class AsyncSession:
             self._drop_attempt()
             code = error.code if isinstance(error, HiCacheError) else ErrorCode.INTERNAL
             self._backoff.failed(self.port.now())
-            self._say(f"away {code}", logging.WARNING, "hicache is away, running uncached: %s", error)
+            self._say(f"away {code}", logging.WARNING, "hicache is away, running uncached: %s", str(error))
             return
         if link is not None:
             self._attempt = None
@@ -313,14 +313,14 @@ class AsyncSession:
         if error.code == ErrorCode.TIMEOUT and not link.dead:
             self._stats.timeouts += 1
             self._backoff.failed(self.port.now())
-            self._say("silent", logging.WARNING, "hicache does not answer, running uncached: %s", error)
+            self._say("silent", logging.WARNING, "hicache does not answer, running uncached: %s", str(error))
             if link.silent >= SILENT_LIMIT:
                 link.dead = f"{link.silent} requests in a row met their deadline"
         elif error.code == ErrorCode.BUSY:
             self._stats.busy += 1
         else:
             self._stats.errors += 1
-            _log.debug("a request failed: %s", error)
+            _log.debug("a request failed: %s", str(error))
         if link.dead:
             self._lost(link, link.dead)
 
@@ -329,7 +329,8 @@ class AsyncSession:
         self._say("up", logging.INFO, "hicache answers again")
 
     def _say(self, state: str, level: int, text: str, *args: object) -> None:
-        """Log a change of state; the same state again is silent."""
+        """Log a change of state; the same state again is silent. Errors come as text: a handler that keeps its
+        records would keep an exception's frames, and with them a dead session's descriptors."""
         if state != self._said:
             self._said = state
             _log.log(level, text, *args)

@@ -183,7 +183,7 @@ class Client:
         try:
             return msgspec.msgpack.decode(answer[1].data, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            _log.debug("the description is not a map: %s", error)
+            _log.debug("the description is not a map: %s", str(error))
             return {}
 
     def load(self, lease: int, first_page: int, blocks: Sequence[Buffer]) -> LoadHandle | None:

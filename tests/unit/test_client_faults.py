@@ -1,7 +1,9 @@
 """The sync client beside a fake daemon: daemons that are away, die, restart, hang or refuse."""
 
 import errno
+import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -108,6 +110,25 @@ def test_a_restarted_daemon_serves_the_very_next_call(tmp_path: Path) -> None:
         assert client.extend(old.lease, TOKENS, 8) == EMPTY
         assert not daemon.seen(Load)
         assert client.load(new.lease, 0, BLOCKS) is not None
+
+
+def test_sessions_that_end_leave_no_descriptors(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    with FakeDaemon(tmp_path, leasing) as daemon, client_of(tmp_path) as client:
+        counts = []
+        for _ in range(6):
+            assert client.lookup(TOKENS, 8) != EMPTY
+            daemon.stop()
+            daemon.sessions.clear()
+            daemon.requests.clear()
+            assert client.lookup(TOKENS, 8) == EMPTY
+            counts.append(descriptors())
+            daemon.start()
+            assert client.connect()
+        assert counts[-1] == counts[1], counts
 
 
 def test_an_unknown_session_is_opened_again_within_the_call(tmp_path: Path) -> None:
