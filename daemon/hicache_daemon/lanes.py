@@ -100,19 +100,22 @@ class _Job:
 
     def tell_end(self) -> None:
         """Write the terminal state and let go of the slot. A slot that is another transfer's stays untouched."""
-        assert self.slot is not None
-        try:
-            if self.error is None:
-                self.slot.done()
-            else:
-                self.slot.failed(self.error.code)
-        except HiCacheError as error:
-            self.error = self.error or _bare(error)
-        self.slot = None
+        with self.lock:
+            assert self.slot is not None
+            try:
+                if self.error is None:
+                    self.slot.done()
+                else:
+                    self.slot.failed(self.error.code)
+            except HiCacheError as error:
+                self.error = self.error or _bare(error)
+            self.slot = None
 
     def fail(self, error: HiCacheError) -> None:
-        """Keep the first reason and stop all parts."""
+        """Keep the first reason and stop all parts. Too late once the fence is terminal: then it stays as told."""
         with self.lock:
+            if self.slot is None:
+                return
             self.error = self.error or error
             for mover in self.movers:
                 mover.cancel()

@@ -426,3 +426,34 @@ def test_close_answers_everything_and_ends_the_threads() -> None:
     assert all(client.state(slot) in (f.STATE_DONE, f.STATE_FAILED) for slot in range(SLOTS))
     assert not any(thread.name.startswith("hicache-copy") for thread in threading.enumerate())
     client.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving_answers_each_job_once_and_agrees_with_its_fence(seed: int) -> None:
+    """Loads and cancels from the caller while three threads copy; every load has its own slot and pages."""
+    rng = np.random.default_rng(seed)
+    rig = Rig(3)
+    clients = {session: rig.attach(session) for session in (1, 2, 3)}
+    jobs: dict[int, tuple[int, int, list[tuple[int, int]]]] = {}
+    ticket = 0
+    for slot in range(SLOTS):
+        for session, client in clients.items():
+            ticket += 1
+            pages = [(int(rng.integers(32)), 2 * slot + i) for i in (0, 1)]
+            jobs[ticket] = (session, slot, pages)
+            client.arm(slot, ticket)
+            rig.lane.submit(job(ticket, pages, session=session, slot=slot))
+            if rng.random() < 0.5:
+                rig.lane.cancel(TicketId(int(rng.integers(1, ticket + 1))))
+    rig.lane.detach(SessionId(3))
+    events = [rig.ended() for _ in jobs]
+    assert sorted(event.ticket for event in events) == sorted(jobs)
+    for event in events:
+        session, slot, pages = jobs[event.ticket]
+        client = clients[session]
+        assert client.state(slot) == (f.STATE_DONE if event.ok else f.STATE_FAILED)
+        if event.ok:
+            assert client.layers(slot) == LAYERS
+            assert all(l1_block(client, start) == l2_block(rig, block) for block, start in pages)
+    rig.lane.close()
+    assert rig.events.empty()
