@@ -1,6 +1,7 @@
 """What callers hand in, checked; what the daemon answers, as errors."""
 
 from collections.abc import Sequence
+from operator import index
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.protocol.messages import Busy, Error, Refuse
@@ -24,7 +25,7 @@ def int32s_per_group(blocks: Sequence[Buffer], groups: int) -> tuple[memoryview,
     """One checked buffer per cache group. Raises `ValueError`."""
     if len(blocks) != groups:
         raise ValueError(f"blocks must name {groups} cache groups in the model's order, got {len(blocks)}")
-    return tuple(int32s(each, f"blocks[{index}]") for index, each in enumerate(blocks))
+    return tuple(int32s(each, f"blocks[{number}]") for number, each in enumerate(blocks))
 
 
 def error_of(reply: Error | Busy | Refuse) -> HiCacheError:
@@ -44,7 +45,7 @@ def error_of(reply: Error | Busy | Refuse) -> HiCacheError:
 
 
 def natural(value: int, name: str) -> int:
-    """Raise `ValueError` if `value` is negative."""
+    """`value` as a plain int (numpy's are taken too). Raises `ValueError` if it is negative."""
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return value
+    return index(value)

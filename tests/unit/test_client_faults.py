@@ -4,6 +4,8 @@ import errno
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -129,6 +131,34 @@ def test_sessions_that_end_leave_no_descriptors(tmp_path: Path) -> None:
             daemon.start()
             assert client.connect()
         assert counts[-1] == counts[1], counts
+
+
+FORGETFUL = """
+import asyncio, sys
+from pathlib import Path
+from client_world import LAYOUT, MODEL, POOL_BYTES, ShardSpec, SharedPool, options
+from hicache_client import AsyncClient, Client
+make = AsyncClient if sys.argv[2] == "AsyncClient" else Client
+client = make(options(Path(sys.argv[1])), MODEL, LAYOUT, ShardSpec(), SharedPool(POOL_BYTES))
+answer = client.lookup(bytes(32), 8)
+print(asyncio.run(answer) if make is AsyncClient else answer)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+def test_a_program_that_does_not_close_its_client_ends_all_the_same(tmp_path: Path, kind: str) -> None:
+    with FakeDaemon(tmp_path, leasing):
+        done = subprocess.run(
+            [sys.executable, "-c", FORGETFUL, str(tmp_path), kind],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+            capture_output=True,
+            text=True,
+            timeout=SAFETY_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "resumable_tokens=8" in done.stdout
+    assert done.stderr == ""
 
 
 def test_an_unknown_session_is_opened_again_within_the_call(tmp_path: Path) -> None:

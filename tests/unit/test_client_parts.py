@@ -108,6 +108,9 @@ def test_one_buffer_per_group() -> None:
 
 def test_natural() -> None:
     assert natural(0, "n") == 0
+    assert type(natural(np.int64(7), "n")) is int
+    with pytest.raises(TypeError):
+        natural(1.5, "n")
     with pytest.raises(ValueError, match="n must"):
         natural(-1, "n")
 
