@@ -220,6 +220,11 @@ def store_recovered(world: World, event: StoreRecovered) -> None:
     rows = np.fromiter(order, np.int32, len(order))
     world.evict_l3.insert(rows)
     world.story.note("found in L3", rows)
+    for index in np.unique(residency.namespace[rows]).tolist():
+        if namespaces[index].bound:  # sessions are open already: lookups must not see a part of a page
+            mine = rows[residency.namespace[rows] == index]
+            every = (1 << len(namespaces[index].shape.groups)) - 1
+            delete(world, mine[residency.l3_groups[mine] != every])
     shrink(world)
 
 

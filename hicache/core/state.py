@@ -70,14 +70,16 @@ class CacheState:
         world.now_s = now_s
         world.out = []
         world.story.begin()
-        if isinstance(event, _ASKED):
-            try:
+        try:
+            if isinstance(event, _ASKED):
                 self._asked(event)
-            except HiCacheError as error:
-                self._reject(event, error)
-        else:
-            self._happened(event)
-        evict.demote_in_time(world)
+            else:
+                self._happened(event)
+            evict.demote_in_time(world)
+        except HiCacheError as error:
+            if not isinstance(event, _ASKED):
+                raise
+            self._reject(event, error)
         world.reap()
         disk.settle(world)
         return world.out

@@ -13,7 +13,7 @@ from tests.sim.run import Outcome, simulate
 def _one(seed: int, steps: int) -> tuple[int, Outcome | None, str]:
     try:
         return seed, simulate(seed, steps), ""
-    except Exception:
+    except Exception:  # noqa: BLE001  # told by the parent process
         return seed, None, traceback.format_exc()
 
 

@@ -72,7 +72,8 @@ class Lanes:
                 self.memory.l1[place] = self.memory.l2.get(offset, GARBAGE)
             else:
                 self.memory.l2[offset] = self.memory.l1.get(place, GARBAGE)
-        if job.left and not job.cancelled and not (job.dying and self.rng.random() < 0.3):
+        stop = (job.cancelled or job.dying) and self.rng.random() < 0.3
+        if job.left and not stop:
             return None
         ok = not job.left and not job.dying
         command = job.command
@@ -125,11 +126,11 @@ class SimStore:
     def read_one(self) -> Event:
         command = self.reads.pop(self.rng.randrange(len(self.reads)))
         ok, corrupt = [], []
-        broken = self.rng.random() < 0.05
+        broken = self.rng.random() < 0.08
         for record in command.records:
             parts = self._parts(record)
             held = self.held.get((record.key, record.group))
-            bad = held is not None and self.rng.random() < 0.04
+            bad = held is not None and self.rng.random() < 0.05
             if bad:
                 del self.held[(record.key, record.group)]  # quarantined
             good = held is not None and not bad and not broken and self.mode != "off"

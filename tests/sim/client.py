@@ -40,7 +40,7 @@ class Transfer:
     generation: int
     starts: list[list[int]]
     tokens: bytes = b""
-    scope: Scope = Scope()
+    scope: Scope = field(default_factory=Scope)
     first_page: int = 0
 
 
@@ -71,6 +71,7 @@ class SimClient:
     requests: dict[int, Asked] = field(default_factory=dict)
     leases: list[HeldLease] = field(default_factory=list)
     busy: dict[int, set[int]] = field(default_factory=dict)  # group -> L1 starts in transfers
+    ended: set[int] = field(default_factory=set)  # generations of transfers that were accepted and answered
 
     # ---- what it says -------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class SimClient:
         prompt = self.rng.choice(self.prompts)
         cut = self.rng.randint(0, len(prompt) // 4)
         whole = self.rng.random() < 0.5
-        return (prompt if whole else prompt[: cut * 4]), self.rng.choices(SCOPES, (6, 2, 1))[0]
+        return (prompt if whole else prompt[: cut * 4]), self.rng.choices(SCOPES, (12, 2, 1))[0]
 
     def _lookup(self) -> Event:
         tokens, scope = self._prompt()
@@ -158,7 +159,7 @@ class SimClient:
         size = self.model.spec.prefix_granularity * 4
         pages = len(tokens) // size
         tokens = tokens[: pages * size]
-        first = self.rng.choice((0, 0, self.rng.randint(0, pages)))
+        first = self.rng.choice((0, 0, 0, self.rng.randint(0, pages)))
         starts = self._take_starts(pages - first)
         if starts is None:
             return None
@@ -193,7 +194,7 @@ class SimClient:
         if asked is None:
             raise SimFailure(f"request {request} was answered twice or never asked: {message}")
         if type(message).__name__ == "Accepted":
-            if asked.accepted or asked.transfer is None and not isinstance(asked.event, PrefetchAsked):
+            if asked.accepted or (asked.transfer is None and not isinstance(asked.event, PrefetchAsked)):
                 raise SimFailure(f"Accepted out of turn for {asked.event}")
             asked.accepted = True
             return
@@ -238,6 +239,8 @@ class SimClient:
             self._check_loaded(transfer)
         if isinstance(message, Error) and message.code == "unknown_lease":
             self.leases = [lease for lease in self.leases if lease.id != asked.event.lease]  # type: ignore[union-attr]
+        if asked.accepted:
+            self.ended.add(transfer.generation)
         for g, starts in enumerate(transfer.starts):
             self.busy[g].difference_update(starts)
             for start in starts:  # the engine goes on to use these blocks at once

@@ -6,7 +6,7 @@ clients ─ requests (lost, malformed, late) ─► CacheState.handle ─► che
                                                    └── lanes, store, clock, mode of the disk ◄┘
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hicache.base.ids import SessionId
@@ -24,7 +24,7 @@ from hicache.core.commands import (
     WriteRecords,
 )
 from hicache.core.events import Drain, Event, SessionClosed, StoreModeChanged, Tick
-from hicache.core.residency import READY
+from hicache.core.residency import READY, Residency
 from hicache.core.state import CacheState, CoreConfig
 from hicache.core.transfers import StoreTicket
 from hicache.protocol.messages import Error, Refuse, Welcome
@@ -51,31 +51,37 @@ class Simulation:
         self.now_s = 0.0
         self.events = 0
         self.memory, self.truth = Memory(), Truth()
-        l3_mode = rng.choice(("rw", "rw", "rw", "off"))
-        capacity = rng.choice((3, 12, 40, 400)) * 8192 + rng.randint(0, 8191)
+        l3_mode = rng.choice(("rw", "rw", "rw", "rw", "off"))
+        capacity = rng.choice((3, 20, 60, 400)) * 8192 + rng.randint(0, 8191)
         config = CoreConfig(
-            arena_bytes=rng.choice((1024, 4096, 16384)),
-            parent_bytes=rng.choice((512, 1024, 640)),
+            arena_bytes=rng.choice((1024, 2048, 4096, 16384)),
+            parent_bytes=rng.choice((512, 768, 640)),
             l3_mode=l3_mode,
             l3_capacity_bytes=capacity,
             write_policy=rng.choice(("write_through", "write_through", "write_back", "none")),
         )
+        if rng.random() < 0.4:  # a small L2 over a large L3: promotion all the time
+            capacity = 400 * 8192
+            config = replace(config, arena_bytes=1536, l3_mode="rw", l3_capacity_bytes=capacity)
+            config = replace(config, write_policy=rng.choice(("write_through", "write_back")))
         self.state = CacheState(config, LIMITS, SECRET)
+        self.state.world.residency = Residency(rows=16)  # columns grow within every run
         self.lanes = Lanes(rng, self.memory)
         self.store = SimStore(rng, self.memory, self.truth, capacity)
-        self.store.mode = l3_mode
+        self.store.mode = config.l3_mode
         self.answers: list[Event] = []
         self.past: list[Event] = []
         self.clients: list[SimClient] = []
         self.gone: dict[SessionId, SimClient] = {}
         self.next_session = 1
         self.epochs: dict[bytes, int] = {}
+        self.models = rng.choice(((1, 0, 0), (0, 1, 0), (5, 3, 1)))
         self.prompts = self._prompts()
 
     def _prompts(self) -> list[bytes]:
         """A few trunks, each with branches that part at any token."""
         rng, prompts = self.rng, list[bytes]()
-        for _ in range(3):
+        for _ in range(2):
             trunk = [rng.randrange(3) for _ in range(rng.randint(8, 40))]
             prompts.append(_tokens(trunk))
             for _ in range(3):
@@ -176,7 +182,7 @@ class Simulation:
         rng = self.rng
         self.now_s += rng.choice((0.0, 0.01, 0.1, 0.5))
         choices = [(self._speak, 10), (self._new_client, 3 if len(self.clients) < 3 else 0.2), (self._time, 1)]
-        choices += [(self._misspeak, 1), (self._kill, 0.25), (self._goodbye, 0.15), (self._mode, 0.3)]
+        choices += [(self._misspeak, 1), (self._kill, 0.25), (self._goodbye, 0.15), (self._mode, 0.1)]
         choices += [(self._repeat, 0.5)]
         if self.lanes.jobs:
             choices.append((self._copy, 8))
@@ -222,13 +228,13 @@ class Simulation:
         instance = bytes([rng.randrange(3)]) * 16
         epoch = self.epochs.get(instance, 0) + rng.choice((1, 1, 1, 0, -1))
         live = [each for each in self.clients if each.instance == instance]
-        model = rng.choices(MODELS, (5, 3, 1))[0]
+        model = rng.choices(MODELS, self.models)[0]
         client = SimClient(
             rng,
             self.memory,
             self.truth,
             model,
-            rng.choice(("t1", "t1", "t2")),
+            rng.choice(("t1", "t1", "t1", "t1", "t2")),
             SessionId(self.next_session),
             instance,
             epoch,
@@ -361,6 +367,9 @@ class Simulation:
         )
         if used != ready:
             raise SimFailure(f"{used} blocks are in use, READY pages have {ready}")
+        must = {(c.session, generation) for c in self.gone.values() for generation in c.ended}
+        if must - self.lanes.fences.keys():
+            raise SimFailure(f"fences were never ended: {must - self.lanes.fences.keys()}")
         for (session, generation), states in self.lanes.fences.items():
             if len(states) != 1:
                 raise SimFailure(f"fence {generation} of session {session} ended as {states}")
