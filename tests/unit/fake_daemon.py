@@ -59,10 +59,12 @@ class FakeHandle:
     daemon: FakeDaemon
     finished: bool = True
     failed_from: int | None = None
-    ended: bool = True
 
     def wait(self, timeout_s: float) -> bool:
         return self.finished and self.failed_from is None
+
+    def wait_visible(self, timeout_s: float) -> bool:
+        return True
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
         self.daemon.waits.append(layer)

@@ -8,6 +8,7 @@ only late may still write to its columns, so those are left to it: the batch goe
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +19,11 @@ from hicache.protocol.messages import Scope
 
 from .layer import Frame, PoolLayer, PoolTensors
 from .pool import ColumnPool, Idle, Range, Resident, Tokens
-from .port import Handle, LoadHandle, Port
+from .port import Handle, LoadHandle, Port, StoreHandle
 
 log = logging.getLogger("hicache.transformers")
+
+STORES_REMEMBERED = 64  # for `flush`; a client has no more requests open than about that
 
 KeyValues = Sequence[tuple[torch.Tensor, torch.Tensor]]  # per layer [1, heads, n, dim]
 
@@ -51,6 +54,13 @@ class Context:
     l1_reuse: bool = True
     load_timeout_s: float = 10.0
     counters: Counters = field(default_factory=Counters)
+    stores: deque[StoreHandle] = field(default_factory=lambda: deque(maxlen=STORES_REMEMBERED))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything stored so far is visible to lookups; False if some will not be, or not in time."""
+        deadline_s = time.monotonic() + timeout_s
+        stores = [self.stores.popleft() for _ in range(len(self.stores))]
+        return all([s.wait_visible(max(0.0, deadline_s - time.monotonic())) for s in stores])
 
 
 @dataclass(slots=True, eq=False)
@@ -287,6 +297,7 @@ class Batch:
             self.context.counters.stores_failed += 1
         else:
             self.context.counters.stores += 1
+            self.context.stores.append(handle)
             row.transfers.append(handle)
             row.offered_tokens = pages * page
 

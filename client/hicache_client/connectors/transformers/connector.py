@@ -189,9 +189,14 @@ class HiCacheConnector:
         stats = tuple(replace(row, ttft_ms=ttft_ms) for row in cache.stats)
         return GenerateResult(output.sequences, stats, output.logits)
 
-    def close(self) -> None:
-        """End the session with the daemon. Caches handed out before must not be used any more."""
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything stored so far is visible to every engine; False if some of it will not be."""
+        return self._context is None or self._context.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let stores end, then the session. Caches handed out before must not be used any more."""
         if self._context is not None:
+            self._context.flush(timeout_s)
             self._context.port.close()
             self._context = None
 

@@ -34,6 +34,12 @@ class LoadHandle(Handle, Protocol):
         ...
 
 
+class StoreHandle(Handle, Protocol):
+    def wait_visible(self, timeout_s: float) -> bool:
+        """True once lookups see the pages; False on failure or when the time is up."""
+        ...
+
+
 class Port(Protocol):
     """The daemon as seen from one model in one process. Nothing here raises: a fault is None."""
 
@@ -46,7 +52,7 @@ class Port(Protocol):
 
     def load(self, lease: int, first_page: int, starts: Sequence[int]) -> LoadHandle | None: ...
 
-    def store(self, tokens: bytes, first_page: int, starts: Sequence[int], scope: Scope) -> Handle | None: ...
+    def store(self, tokens: bytes, first_page: int, starts: Sequence[int], scope: Scope) -> StoreHandle | None: ...
 
     def release(self, lease: int) -> None: ...
 
@@ -83,6 +89,9 @@ class _DaemonStore:
     def wait(self, timeout_s: float) -> bool:
         return self._handle.wait_settled(_deadline(timeout_s))
 
+    def wait_visible(self, timeout_s: float) -> bool:
+        return self._handle.wait_done(_deadline(timeout_s))
+
 
 class DaemonPort:
     """`Port` over the sync client and one memfd pool, both opened here. A daemon that is away is said once
@@ -105,7 +114,7 @@ class DaemonPort:
         handle = self.client.load(lease, first_page, [_int32(starts)])
         return None if handle is None else _DaemonLoad(handle)
 
-    def store(self, tokens: bytes, first_page: int, starts: Sequence[int], scope: Scope) -> Handle | None:
+    def store(self, tokens: bytes, first_page: int, starts: Sequence[int], scope: Scope) -> StoreHandle | None:
         handle = self.client.store(tokens, first_page, [_int32(starts)], scope)
         return None if handle is None else _DaemonStore(handle)
 
