@@ -183,6 +183,28 @@ def test_a_missing_binary_or_huge_file_is_one_error(tmp_path: Path) -> None:
     assert len(errors_of(tmp_path / "d.yaml")) == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("l2.size=", "must be a size like 8GiB, got nothing"),
+        ("l2.size=[1]", "must be a size like 8GiB, got [1]"),
+        ("l2.size=true", "must be a size like 8GiB, got True"),
+        ("l2.parent={}", "must be a size like 2MiB, or auto, got {}"),
+        ("limits.lease_ttl=~", "must be a duration like 30s, got nothing"),
+        ("server.runtime_dir=123", "must be text, got 123"),
+        ("server=5", "must be a section of keys, got 5"),
+        ("tenants=x", "must be a section of keys, got 'x'"),
+        ("a.b={", "not valid YAML: expected the node content, but found '<stream end>'"),
+        ("=5", "is not section.key=value"),
+        ("tenants.=1", "is not section.key=value"),
+    ],
+)
+def test_a_bad_option_names_itself(option: str, message: str) -> None:
+    (error,) = errors_of(overrides=[option])
+    assert (error.where, error.line) == (f"--set {option}", None)
+    assert error.message == message
+
+
 @pytest.mark.parametrize("name", ["HICACHE__", "HICACHE__L2__", "HICACHE____SIZE"])
 def test_a_variable_that_names_no_key(name: str) -> None:
     (error,) = errors_of(env={name: "1"})

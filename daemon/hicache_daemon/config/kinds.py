@@ -19,21 +19,28 @@ _SIZE_PATTERN = rf"^({_NUMBER}(B|KiB|MiB|GiB|TiB|kB|KB|MB|GB|TB)|0)$"
 _DURATION_PATTERN = rf"^({_NUMBER}(us|ms|s|m|h|d)|0)$"
 
 
-def _reads(parse: Callable[[str], float]) -> BeforeValidator:
+def _read(value: Any, info: ValidationInfo, parse: Callable[[str], float], what: str) -> Any:
     """Text becomes a number. A bare number that comes from text goes to the parser too, which asks for a unit."""
+    from_text = bool(info.context and info.context.get("from_text"))
+    number = type(value) in {int, float}
+    if isinstance(value, str) or (from_text and number):
+        return parse(str(value))
+    if not number:
+        shown = "nothing" if value is None else repr(value)
+        raise ValueError(f"must be a {what}, got {shown}")
+    return value
 
-    def read(value: Any, info: ValidationInfo) -> Any:
-        bare = type(value) in {int, float} and bool(info.context and info.context.get("from_text"))
-        return parse(str(value)) if isinstance(value, str) or bare else value
 
-    return BeforeValidator(read)
+def _size(value: Any, info: ValidationInfo) -> Any:
+    return _read(value, info, parse_size, "size like 8GiB")
 
 
 def _size_or_auto(value: Any, info: ValidationInfo) -> Any:
-    if value == "auto":
-        return value
-    bare = type(value) is int and bool(info.context and info.context.get("from_text"))
-    return parse_size(str(value)) if isinstance(value, str) or bare else value
+    return value if value == "auto" else _read(value, info, parse_size, "size like 2MiB, or auto")
+
+
+def _duration(value: Any, info: ValidationInfo) -> Any:
+    return _read(value, info, parse_duration, "duration like 30s")
 
 
 def _show_size(value: int | str) -> str:
@@ -49,7 +56,7 @@ def _path(value: Any) -> Any:
 
 Size = Annotated[
     int,
-    _reads(parse_size),
+    BeforeValidator(_size),
     PlainSerializer(_show_size, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": _SIZE_PATTERN, "x-kind": "size"}),
 ]
@@ -61,7 +68,7 @@ SizeOrAuto = Annotated[
 ]
 Duration = Annotated[
     float,
-    _reads(parse_duration),
+    BeforeValidator(_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "pattern": _DURATION_PATTERN, "x-kind": "duration"}),
 ]

@@ -138,10 +138,6 @@ def load_settings(
     tree, origins = merge(entries)
     errors += _fill(tree, env, origins)
     bad: list[str] = []
-    if "" in tree:
-        where = origins[()]
-        errors.append(ConfigError("", where.line, "must be a mapping of sections", where=where.where))
-        del tree[""]
     try:
         settings = Settings.model_validate(tree, context=FROM_TEXT)
     except ValidationError as error:

@@ -38,12 +38,15 @@ class Entry:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML 1.2's core scalars; aliases are refused."""
+    """YAML 1.2's core scalars; aliases and tags are refused."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
             raise yaml.composer.ComposerError(None, None, "aliases are not used here", mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, "tags are not used here", mark)
         return super().compose_node(parent, index)
 
 
@@ -51,17 +54,10 @@ StrictLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|false", "tf"),
     ("null", r"null|~|", ["n", "~", ""]),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     ("float", r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?", "-+0123456789"),
 ):
     StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
-
-
-def _yaml_error(error: Exception, where: str, key: str = "") -> ConfigError:
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark is not None else None
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return ConfigError(key, line, f"not valid YAML: {problem}", where=f"{where}:{line}" if line else where)
 
 
 class _Reader:
@@ -82,12 +78,22 @@ class _Reader:
         origin = self.origin(node)
         self.errors.append(ConfigError(".".join(path), origin.line, message, remedy, origin.where))
 
+    def fail_yaml(self, path: tuple[str, ...], error: yaml.YAMLError) -> None:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark is not None and self.kind == "file" else None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        where = f"{self.name}:{line}" if line else self.name
+        self.errors.append(ConfigError(".".join(path), line, f"not valid YAML: {problem}", where=where))
+
     def entries(self, loader: StrictLoader, node: yaml.Node, path: tuple[str, ...]) -> Iterator[Entry]:
         if not isinstance(node, yaml.MappingNode):
+            if not path:
+                self.fail(path, node, "must be a mapping of sections")
+                return
             try:
                 value = loader.construct_object(node, deep=True)
-            except yaml.YAMLError as error:
-                self.errors.append(_yaml_error(error, self.name, ".".join(path)))
+            except ValueError:  # Python reads no number of more than some thousand digits
+                self.fail(path, node, "not a number that can be read")
                 return
             yield Entry(path, value, self.origin(node))
             return
@@ -122,7 +128,7 @@ def _read_node(text: str, reader: _Reader, path: tuple[str, ...]) -> list[Entry]
             return [] if not path else [Entry(path, None, Origin(reader.kind, reader.name))]
         return list(reader.entries(loader, node, path))
     except yaml.YAMLError as error:
-        reader.errors.append(_yaml_error(error, reader.name, ".".join(path)))
+        reader.fail_yaml(path, error)
     except RecursionError:
         reader.errors.append(ConfigError(".".join(path), None, "nested too deeply", where=reader.name))
     return []
@@ -188,10 +194,7 @@ def merge(entries: Sequence[Entry]) -> tuple[dict[str, Any], dict[tuple[str, ...
     origins: dict[tuple[str, ...], Origin] = {}
     for entry in entries:
         if not entry.path:
-            if entry.value != {}:
-                origins[()] = entry.origin
-                tree[""] = entry.value  # the document is not a mapping: reported as such
-            continue
+            continue  # the document itself
         node: Any = tree
         for part in entry.path[:-1]:
             node = node.setdefault(part, {}) if isinstance(node, dict) else None
