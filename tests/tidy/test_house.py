@@ -166,16 +166,25 @@ def test_no_test_is_skipped_without_a_reason_or_cannot_fail() -> None:
         for number, line in enumerate(source.text.splitlines(), 1):
             if re.search(r"assert True\b|pytest\.mark\.xfail|pytest\.skip\(\)|mark\.skip\b", line):
                 odd.append(f"{source.name}:{number}")
+    every = {source.name: _by_name(source.tree) for source in sources(("tests",))}
     for source in sources(("tests",)):
-        own = {node.name: node for node in ast.walk(source.tree) if isinstance(node, Function)}
+        own = every[source.name]
+        helpers = dict(own)
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("tests."):
+                helpers |= every.get(f"{node.module.replace('.', '/')}.py", {})
         for name, node in own.items():
-            if name.startswith("test_") and not _can_fail(node, own, set()):
+            if name.startswith("test_") and not _can_fail(node, helpers, set()):
                 odd.append(f"{source.name}:{node.lineno} {name} asserts nothing")
     assert not odd
 
 
+def _by_name(tree: ast.AST) -> dict[str, Function]:
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
+
+
 def _can_fail(function: Function, own: dict[str, Function], seen: set[str]) -> bool:
-    """An assert or a raise, here or in what it calls of the same file, or a call that is named like a check."""
+    """An assert or a raise, here or in the tests' own functions that it calls, or a call that is named like a check."""
     seen.add(function.name)
     for node in ast.walk(function):
         if isinstance(node, ast.Assert | ast.Raise):
