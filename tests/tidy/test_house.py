@@ -184,7 +184,7 @@ def _by_name(tree: ast.AST) -> dict[str, Function]:
 
 
 def _can_fail(function: Function, own: dict[str, Function], seen: set[str]) -> bool:
-    """An assert or a raise, here or in the tests' own functions that it calls, or a call that is named like a check."""
+    """An assert or a raise, here or in the helpers that it calls, or a call that is named like a check."""
     seen.add(function.name)
     for node in ast.walk(function):
         if isinstance(node, ast.Assert | ast.Raise):
