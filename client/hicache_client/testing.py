@@ -266,25 +266,25 @@ class FakeDaemon:
             self._send(router, push)
 
     def _lifeline(self, connection: socket.socket) -> bool:
+        """Serve one packet; whether the connection goes on."""
         try:
             packet, fds, _, _ = socket.recv_fds(connection, 65536, 2)
-        except ConnectionResetError:
+            if packet and self.attach:
+                connection.send(encode_packet(self._attached(packet, fds, connection), self.boot_id, 0))
+            for fd in fds:  # mapped by now, or not wanted
+                os.close(fd)
+        except (BrokenPipeError, ConnectionResetError):  # the client hung up
             return False
-        if not packet:
-            return False
+        return bool(packet)
+
+    def _attached(self, packet: bytes, fds: list[int], connection: socket.socket) -> Attached | Refuse:
         message = decode_packet(packet, Limits()).message
-        if not self.attach or not isinstance(message, Attach):
-            return True
-        if self.refuse_attach is not None:
-            connection.send(encode_packet(self.refuse_attach, self.boot_id, message.epoch))
-            return True
-        pool = mmap.mmap(fds[0], message.pool_bytes)
-        fences = memoryview(mmap.mmap(fds[1], message.fence_slots * SLOT_BYTES)).cast("Q")
-        for fd in fds:
-            os.close(fd)
-        self.sessions[message.instance, message.epoch] = FakeSession(message, pool, fences, connection)
-        connection.send(encode_packet(Attached(self.boot_id), self.boot_id, message.epoch))
-        return True
+        assert isinstance(message, Attach)
+        if self.refuse_attach is None:
+            pool = mmap.mmap(fds[0], message.pool_bytes)
+            fences = memoryview(mmap.mmap(fds[1], message.fence_slots * SLOT_BYTES)).cast("Q")
+            self.sessions[message.instance, message.epoch] = FakeSession(message, pool, fences, connection)
+        return self.refuse_attach or Attached(self.boot_id)
 
     def _request(self, router: "zmq.Socket[bytes]", identity: bytes, frames: list[bytes]) -> None:
         try:
