@@ -301,6 +301,40 @@ def test_detach_waits_for_the_running_copy_and_ends_the_waiting(held: type[Held]
     rig.lane.close()
 
 
+def test_fence_tells_the_slowest_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_done, go = threading.Event(), threading.Event()
+
+    class Second(CpuMover):
+        """Holds back the part that moves L1 start 0."""
+
+        def copy(
+            self,
+            pool: Bytes,
+            geometry: tuple[GroupGeometry, ...],
+            transfers: tuple[Transfer, ...],
+            to_l1: bool,
+            fence: FenceWriter,
+        ) -> None:
+            if 0 in transfers[0].l1_starts:
+                assert go.wait(SAFETY_S)
+            super().copy(pool, geometry, transfers, to_l1, fence)
+            first_done.set()
+
+    monkeypatch.setattr(lanes, "CpuMover", Second)
+    monkeypatch.setattr(lanes, "PART_BYTES", BLOCK)
+    rig = Rig(2)
+    client = rig.attach(1)
+    client.arm(0, 1)
+    rig.lane.submit(job(1, [(0, 0), (1, 1)]))
+    assert first_done.wait(SAFETY_S)
+    assert l1_block(client, 1) == l2_block(rig, 1)
+    assert (client.state(0), client.layers(0)) == (f.STATE_RUNNING, 0)
+    go.set()
+    assert rig.ended().ok
+    assert (client.state(0), client.layers(0)) == (f.STATE_DONE, LAYERS)
+    rig.lane.close()
+
+
 def mapped(inode: int) -> bool:
     with open("/proc/self/maps") as maps:
         return any(line.split()[4] == str(inode) for line in maps)
