@@ -1,7 +1,7 @@
 """What the outside must do. The loop hands these to clients, lanes and store threads; answers come as events."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,9 +72,8 @@ class DoneFence:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One block of one page as the store knows it."""
+class Record(NamedTuple):
+    """One block of one page as the store knows it. A tuple, since hundreds are made in one event."""
 
     key: PageKey
     parent: PageKey | None

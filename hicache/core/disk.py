@@ -8,6 +8,8 @@ Space is counted in allocated bytes. The store does in order what it is told, so
 free once its deletion is ordered, and a write ordered after that may use it.
 """
 
+from itertools import chain
+
 import numpy as np
 
 from hicache.base.ids import NamespaceId
@@ -32,24 +34,17 @@ def records(world: World, namespace: Namespace, rows: Int32s) -> tuple[Record, .
 def records_at(world: World, namespace: Namespace, rows: Int32s, offsets: list[list[int]]) -> tuple[Record, ...]:
     """As `records`; `offsets[g][i]` says where the block of group g of `rows[i]` lies in the arena."""
     shape, key = namespace.shape, world.residency.key
-    groups = [(group.name, group.block_bytes) for group in shape.groups]
-    found = []
-    for i, (row, parent) in enumerate(zip(rows.tolist(), world.residency.parent[rows].tolist(), strict=True)):
-        above = key[parent] if parent >= 0 else None
-        for g, (name, length) in enumerate(groups):
-            found.append(
-                Record(
-                    key[row],
-                    above,
-                    namespace.id,
-                    namespace.tenant,
-                    name,
-                    offsets[g][i],
-                    length,
-                    shape.fingerprint,
-                )
-            )
-    return tuple(found)
+    keys = [key[row] for row in rows.tolist()]
+    parents = [key[row] if row >= 0 else None for row in world.residency.parent[rows].tolist()]
+    id, tenant, fingerprint = namespace.id, namespace.tenant, shape.fingerprint
+    by_group = [
+        [
+            Record(own, above, id, tenant, name, offset, length, fingerprint)
+            for own, above, offset in zip(keys, parents, offsets[g], strict=True)
+        ]
+        for g, (name, length) in enumerate((group.name, group.block_bytes) for group in shape.groups)
+    ]
+    return tuple(by_group[0]) if len(by_group) == 1 else tuple(chain.from_iterable(zip(*by_group, strict=True)))
 
 
 # ---- writes -------------------------------------------------------------------------------------------
