@@ -18,6 +18,9 @@ READY_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
 _PR_SET_PDEATHSIG = 1
+# Threads of torch that wait by spinning hold a core that another process needs (the daemon's copies, the next
+# engine): on two busy cores a token took ten times as long.
+_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
 _DAEMON = """
 from hicache_daemon.demo.processes import die_with_parent
 from hicache_daemon.cli.app import serve_main
@@ -56,7 +59,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+                env=_SETTINGS | os.environ,
             )
 
     def failed(self, what: str) -> DemoFailed:

@@ -1,6 +1,7 @@
 """The demo from start to table: daemon and engines are started, killed and restarted, every token compared."""
 
 import contextlib
+import fcntl
 import json
 import shutil
 import sys
@@ -38,6 +39,10 @@ class Demo:
     def run(self) -> list[Case]:
         """All cases. Raises `DemoImpossible` or `DemoFailed`; whatever happens, no process is left behind."""
         gguf = find_gguf()
+        with _alone(self.folder):
+            return self._run(gguf)
+
+    def _run(self, gguf: Path) -> list[Case]:
         self._clear()
         if not (self.model / "config.json").exists():
             self.say("reading SmolLM2-135M-Instruct from its package (once, half a minute)")
@@ -142,6 +147,18 @@ def _config_file() -> Path:
         if path.exists():
             return path
     raise DemoImpossible("configs/demo.yaml was not found: run the demo in a checkout of hicache")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: a second demo would wipe what the first is working with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DemoImpossible(f"another demo is running in {folder}; wait for it or use another folder") from error
+        yield
 
 
 @contextlib.contextmanager
