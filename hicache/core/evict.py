@@ -9,7 +9,7 @@ from hicache.core.transfers import WriteTicket
 from hicache.core.world import World
 from hicache.pool.views import PoolView
 
-_LEAST_VICTIMS = 16  # evict at least so many at once where blocks of other views are in the way
+_LEAST_VICTIMS = 16  # at once, where what went did not make room: blocks of other views are in the way
 _RESERVE_PART = 16  # write_back keeps 1/16 of the pool free or being freed
 
 
@@ -18,13 +18,12 @@ def room_for(world: World, views: Sequence[PoolView], pages: int) -> int:
 
     Rows that the caller needs must be pinned. Evicts no more than `pages` take, or all it can.
     """
-    pool = world.pool
-    while not pool.fits([(view, pages) for view in views]):
-        missing = max(1, pages - min(view.available() for view in views))
-        if len(pool.views) > 1:
-            missing = max(missing, _LEAST_VICTIMS)
-        if not evict_l2(world, missing):
+    least = 1
+    while not world.pool.fits([(view, pages) for view in views]):
+        missing = pages - min(view.available() for view in views)
+        if not evict_l2(world, max(missing, least)):
             return _largest_fit(world, views, pages)
+        least = _LEAST_VICTIMS
     return pages
 
 

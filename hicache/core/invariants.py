@@ -252,16 +252,16 @@ def tokens_add_up(world: World) -> None:
 
 
 def policies_know_their_tier(world: World) -> None:
-    """Law 10."""
+    """Law 12: a policy that forgets a page leaks its block, one that keeps a stranger evicts what is not there."""
     residency = world.residency
     every = np.arange(residency.parent.size, dtype=np.int32)
     for tier, evictor, column in (("L2", world.evict_l2, residency.l2), ("L3", world.evict_l3, residency.l3)):
         evictor.check()
-        _none(world, 10, evictor.members(every) != (column == READY), f"the policy of {tier} and its rows disagree")
+        _none(world, 12, evictor.members(every) != (column == READY), f"the policy of {tier} and its rows disagree")
     if world.disk.used_bytes > world.disk.bound_bytes:
-        raise _broken(world, 10, f"L3 uses {world.disk.used_bytes} bytes of {world.disk.bound_bytes}")
+        raise _broken(world, 12, f"L3 uses {world.disk.used_bytes} bytes of {world.disk.bound_bytes}")
     if world.disk.mode == "off" and (residency.l3 == READY).any():
-        raise _broken(world, 10, "pages are READY in an L3 that is off")
+        raise _broken(world, 12, "pages are READY in an L3 that is off")
 
 
 def limits_hold(world: World) -> None:

@@ -83,13 +83,11 @@ def _fit_pool(world: World, shape: Shape, live: list[Session]) -> None:
             f"one page of this model takes {largest} bytes, L2 has {pool.arena_bytes}",
             "raise l2.size",
         )
-    fixed = world.config.parent_bytes
-    if fixed is None and largest > pool.parent_bytes and not pool.used_blocks():
+    auto = world.config.parent_bytes is None
+    if auto and not pool.used_blocks() and (largest > pool.parent_bytes or not live):
         others = [group.block_bytes for each in live for group in each.shape.groups]
         wanted = parent_bytes_for(max([largest, *others]), pool.arena_bytes)
         pool.format(min(wanted, pool.arena_bytes))
-    elif fixed is not None and not pool.parent_bytes:
-        pool.format(fixed)
     for group in shape.groups:
         pool.view(group.block_bytes)
 

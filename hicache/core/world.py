@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hicache.base.errors import ErrorCode, HiCacheError
+from hicache.base.errors import ErrorCode, HiCacheError, LawBroken
 from hicache.base.ids import PageKey, RequestId, SessionId
 from hicache.base.limits import Limits
 from hicache.core.commands import Command, Reply, TouchRecords
@@ -181,7 +181,7 @@ class World:
         for view in self.views(namespace.shape):
             owned = view.allocate(rows.size)
             if owned is None:
-                raise HiCacheError(ErrorCode.INTERNAL, "reserved blocks are gone")
+                raise LawBroken("law 1: blocks that were found to fit could not be allocated")
             refs.append(owned)
         self.residency.begin_fill(rows)
         self.namespaces.l2_pages[namespace.index] += rows.size

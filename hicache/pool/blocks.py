@@ -19,6 +19,8 @@ from hicache.pool.views import PoolView
 ALIGN_BYTES = 4096
 PARENT_BYTES = 2 << 20  # what `auto` aims at
 LEAST_PARENTS = 64  # a small arena gets smaller parents rather than few of them
+MOST_VIEWS = 64  # block sizes at once
+MOST_BLOCKS = 1 << 28  # per view: each costs four bytes of counts
 FREE = -1
 
 
@@ -71,10 +73,28 @@ class Pool:
                 f"a block of {block_bytes} bytes does not fit a parent of {self.parent_bytes}",
                 f"set l2.parent to {block_bytes} bytes or more, or to auto, and restart",
             )
-        view = PoolView(self, len(self.views), block_bytes)
-        self.views.append(view)
+        if self.parents * (self.parent_bytes // block_bytes) > MOST_BLOCKS:
+            raise HiCacheError(
+                ErrorCode.NO_SPACE,
+                f"blocks of {block_bytes} bytes cut {self.arena_bytes} into more than {MOST_BLOCKS}",
+                "use larger pages: raise the model's prefix_granularity",
+            )
+        view = PoolView(self, self._place(), block_bytes)
+        self.views[view.index : view.index + 1] = [view]
         self._by_size[block_bytes] = view
         return view
+
+    def _place(self) -> int:
+        """Index for a new view: the next, or at the bound that of one without blocks, which is then void."""
+        if len(self.views) < MOST_VIEWS:
+            return len(self.views)
+        for view in self.views:
+            if not view.held_parents:
+                del self._by_size[view.block_bytes]
+                return view.index
+        raise HiCacheError(
+            ErrorCode.NO_SPACE, f"blocks of {MOST_VIEWS} sizes are in use, the limit", "use fewer models per daemon"
+        )
 
     def fits(self, needs: Iterable[tuple[PoolView, int]]) -> bool:
         """Could all of these (view, blocks) be allocated right now, together?"""

@@ -27,7 +27,7 @@ from hicache.core.events import Drain, Event, SessionClosed, StoreModeChanged, T
 from hicache.core.residency import READY, Residency
 from hicache.core.state import CacheState, CoreConfig
 from hicache.core.transfers import StoreTicket
-from hicache.protocol.messages import Error, Refuse, Welcome
+from hicache.protocol.messages import Busy, Error, Refuse, Welcome
 from tests.sim.backend import Lanes, Memory, SimStore
 from tests.sim.client import SimClient
 from tests.sim.contents import LIMITS, MODELS, SECRET, SimFailure, Truth
@@ -220,8 +220,12 @@ class Simulation:
         commands = self.state.handle(event, self.now_s)
         if digest(self.state.world) != before:
             raise SimFailure(f"a refused request changed the state: {event}")
-        if len(commands) != 1 or not isinstance(commands[0], Reply) or not isinstance(commands[0].message, Error):
-            raise SimFailure(f"a bad request was not refused by exactly one Error: {event} -> {commands}")
+        if (
+            len(commands) != 1
+            or not isinstance(commands[0], Reply)
+            or not isinstance(commands[0].message, Error | Busy)
+        ):
+            raise SimFailure(f"a bad request was not refused by exactly one answer: {event} -> {commands}")
 
     def _new_client(self) -> None:
         rng = self.rng

@@ -203,8 +203,15 @@ VIOLATIONS: dict[int, tuple[Callable[[World], object], ...]] = {
     7: (ready_in_one_group_only, record_lacks_a_group),
     8: (namespace_bytes_drift, l3_bytes_drift, empty_namespace_stays),
     9: (tokens_vanish, counter_runs_back),
-    10: (policy_forgets_a_page, policy_keeps_a_stranger, l3_over_capacity),
-    12: (pages_in_flight_drift, too_many_leases, dirty_scratch, rows_left_to_free),
+    12: (
+        policy_forgets_a_page,
+        policy_keeps_a_stranger,
+        l3_over_capacity,
+        pages_in_flight_drift,
+        too_many_leases,
+        dirty_scratch,
+        rows_left_to_free,
+    ),
 }
 CASES = [(law, plant) for law, plants in VIOLATIONS.items() for plant in plants]
 

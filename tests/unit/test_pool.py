@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hicache.base.errors import HiCacheError, LawBroken
-from hicache.pool.blocks import Pool, parent_bytes_for
+from hicache.pool.blocks import MOST_VIEWS, Pool, parent_bytes_for
 
 
 def _pool(parents: int = 4, parent_bytes: int = 1024) -> Pool:
@@ -101,6 +101,28 @@ def test_too_much_is_none_and_takes_nothing() -> None:
 def test_a_block_larger_than_a_parent_is_refused_with_the_remedy() -> None:
     with pytest.raises(HiCacheError, match=r"l2\.parent"):
         _pool().view(2048)
+
+
+def test_block_sizes_are_bounded_and_idle_ones_make_way() -> None:
+    pool = Pool(MOST_VIEWS * 1024 + 1024)
+    pool.format(1024)
+    kept = [pool.view(1024 - size).allocate(1) for size in range(MOST_VIEWS - 1)]
+    idle = pool.view(64)
+    assert pool.view(65).index == idle.index
+    assert pool.view(65).allocate(1) is not None
+    with pytest.raises(HiCacheError, match="64 sizes"):
+        pool.view(66)
+    assert kept[5] is not None
+    kept[5].release()
+    assert pool.view(66).index == 5
+    pool.check()
+
+
+def test_blocks_too_small_to_count_are_refused() -> None:
+    pool = Pool(1 << 40)
+    pool.format(2 << 20)
+    with pytest.raises(HiCacheError, match="prefix_granularity"):
+        pool.view(2)
 
 
 def test_only_an_unused_pool_is_cut_anew() -> None:
