@@ -30,6 +30,7 @@ from hicache_daemon.lifecycle import Daemon, Life, Parts
 from hicache_daemon.lifeline import Lifeline
 from hicache_daemon.log import LevelGate, make_log
 from hicache_daemon.loop import CacheLoop
+from hicache_daemon.memcpy import restart_tuned
 from hicache_daemon.notify import Notifier
 from hicache_daemon.reload import ConfigSource, Reloader
 from hicache_daemon.runtime_dir import RuntimeDir
@@ -54,7 +55,10 @@ class MonotonicClock:
 def run(settings: Settings, config_source: ConfigSource | None = None) -> int:
     """Serve until told to stop; the process's exit code. `config_source` reads the configuration for a reload.
 
-    0 stopped as asked · 1 could not start, the log says why and what to do · 70 a law was broken."""
+    0 stopped as asked · 1 could not start, the log says why and what to do · 70 a law was broken.
+
+    For the main function of a process: the process may be replaced by itself, to get its memcpy tuned."""
+    restart_tuned()
     gate = LevelGate(settings.server.log_level)
     log = make_log(gate, settings.server.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
