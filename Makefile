@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## a real model cold, warm, across crashes and restarts, token for token
-	$(BIN)/hicache demo
+	@$(BIN)/hicache demo
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest $(TESTS)
