@@ -17,7 +17,6 @@ from hicache.base.ids import SessionId
 from hicache.core.events import SessionClosed
 from hicache.core.state import CacheState
 from hicache.core.world import CoreConfig
-from hicache.store.base import Store
 from hicache.store.lmdb import LmdbOptions, LmdbStore
 from hicache_daemon.admin.describe import Describer
 from hicache_daemon.admission import Tenants
@@ -87,14 +86,14 @@ def _cannot_start(log: Any, error: HiCacheError) -> int:
     return EXIT_FAILURE
 
 
-def _lay_foundation(settings: Settings, log: Any) -> tuple[bytes, Tenants, Store | None, Arena]:
+def _lay_foundation(settings: Settings, log: Any) -> tuple[bytes, Tenants, LmdbStore | None, Arena]:
     """What can fail for reasons of configuration or of the machine, the quick parts first.
 
     Raises `HiCacheError`; then nothing stays open."""
     l3_path = settings.l3.path if settings.l3.enabled else None
     tenants = Tenants.from_files({name: tenant.credential_file for name, tenant in settings.tenants.items()})
     secret = load_secret(settings.identity.secret_file, l3_path)
-    store: Store | None = None
+    store: LmdbStore | None = None
     if l3_path is not None:
         options = LmdbOptions(min_free_bytes=settings.l3.min_free)
         store = LmdbStore.open(l3_path / RECORDS_NAME, settings.l3.size, options, secret, log)
@@ -132,7 +131,7 @@ def _close_arena(arena: Arena, log: Any) -> None:
         log.warning("arena.still_viewed")
 
 
-def _core_config(settings: Settings, store: Store | None) -> CoreConfig:
+def _core_config(settings: Settings, store: LmdbStore | None) -> CoreConfig:
     parent = settings.l2.parent
     return CoreConfig(
         arena_bytes=settings.l2.size,
@@ -153,7 +152,7 @@ class _Builder:
         self._log = log
 
     async def serve(
-        self, runtime: RuntimeDir, secret: bytes, tenants: Tenants, store: Store | None, arena: Arena
+        self, runtime: RuntimeDir, secret: bytes, tenants: Tenants, store: LmdbStore | None, arena: Arena
     ) -> int:
         settings, log, clock = self._settings, self._log, MonotonicClock()
         loop, limits = asyncio.get_running_loop(), settings.to_limits()
@@ -206,13 +205,13 @@ class _Builder:
         gauge, notifier = LagGauge(loop, clock), Notifier.from_environment()
         watchdog = Watchdog(gauge, clock, log, lambda: notifier.send("WATCHDOG=1"))
         parts = Parts(cache, front, server, lifeline, lane, stores, gauge, watchdog, notifier, clock, log)
-        reloader = self._reloader(life)
+        reloader = self._reloader(life, store)
         describer = Describer(boot_id, parts, life, sessions, reloader.values, clock.monotonic_s())
         daemon = Daemon(parts, life, reloader.reload)
         log.info("daemon.starting", runtime_dir=str(runtime.path), boot=f"{boot_id:016x}", l2_bytes=settings.l2.size)
         return await daemon.run()
 
-    def _reloader(self, life: Life) -> Reloader:
+    def _reloader(self, life: Life, store: LmdbStore | None) -> Reloader:
         def set_level(level: str) -> None:
             self._gate.level = level
 
@@ -220,4 +219,6 @@ class _Builder:
             life.drain_s = seconds
 
         appliers: dict[str, Callable[[Any], None]] = {"server.log_level": set_level, "server.drain": set_drain}
+        if store is not None:
+            appliers["l3.min_free"] = store.set_min_free
         return Reloader(self._settings, self._config_source, appliers, self._log)

@@ -219,6 +219,10 @@ class LmdbStore:
             self._records, self._segment.used_bytes, self._capacity, self._health.mode, self._health.reason, counters
         )
 
+    def set_min_free(self, size_bytes: int) -> None:
+        """What growth must leave free on the filesystem, from now on. Any thread."""
+        self._segment.min_free_bytes = size_bytes
+
     def close(self) -> None:
         """Persist the order of use, wait for readers, close. Idempotent."""
         with self._writer:

@@ -31,11 +31,12 @@ class SegmentFile:
     """Frames of one store. `allocate`, `write`, `sync`, `free` are the writer's; `read` is anybody's."""
 
     def __init__(self, path: Path, capacity_bytes: int, min_free_bytes: int, grow_bytes: int) -> None:
-        """Open or create. `used_at_open` must be called before anything else."""
+        """Open or create. `used_at_open` must be called before anything else. `min_free_bytes` may be changed
+        at any time, by any thread: the next growth looks at it."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._dir = path.parent
         self._capacity = capacity_bytes // PAGE_BYTES * PAGE_BYTES
-        self._min_free = min_free_bytes
+        self.min_free_bytes = min_free_bytes
         self._grow = max(PAGE_BYTES, grow_bytes // PAGE_BYTES * PAGE_BYTES)
         self._end = os.fstat(self._fd).st_size // PAGE_BYTES * PAGE_BYTES
         self._backed = FreeSpace()
@@ -152,8 +153,8 @@ class SegmentFile:
         return self._backed.take(size)
 
     def _back(self, offset: int, size: int) -> None:
-        if medium.free_bytes(self._dir) - size < self._min_free:
-            raise OSError(errno.ENOSPC, f"fewer than min_free {self._min_free} bytes would be left")
+        if medium.free_bytes(self._dir) - size < self.min_free_bytes:
+            raise OSError(errno.ENOSPC, f"fewer than min_free {self.min_free_bytes} bytes would be left")
         medium.reserve(self._fd, offset, size)
 
     def _give_back(self, excess: int) -> None:

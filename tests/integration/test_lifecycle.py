@@ -191,6 +191,23 @@ def test_sighup_applies_hot_keys_names_cold_ones_and_keeps_their_values(daemon: 
     assert (told["applied"], told["need_restart"]) == ([], ["l2.copy_threads"])
 
 
+def test_the_free_space_floor_of_l3_can_be_raised_while_running(tmp_path: Path) -> None:
+    """No file system has so much space: from the reload on nothing is written, and the daemon says why."""
+    (tmp_path / "hicache.yaml").write_text("l3: {min_free: 0}\n")
+    l3 = ["l3.enabled=true", f"l3.path={tmp_path / 'l3'}", "l3.size=64MiB"]
+    with DaemonProcess(tmp_path, l3) as daemon:
+        daemon.config.write_text("l3: {min_free: 1000TiB}\n")
+        daemon.signal(signal.SIGHUP)
+        assert daemon.wait_event("config.reloaded")["applied"] == ["l3.min_free"]
+        with RawClient(daemon).open() as client:
+            client.store(tokens(4 * PAGE_TOKENS), range(4))
+            assert daemon.wait_event("store.mode")["mode"] == "ro"
+            status = client.describe()
+            assert status["ready"]
+            assert "min_free" in status["reasons"][0]
+            assert client.lookup(tokens(4 * PAGE_TOKENS)).l2_tokens == 64
+
+
 def test_sighup_with_a_bad_file_keeps_everything_and_lists_all_errors(daemon: DaemonProcess) -> None:
     before = daemon.describe("config")["values"]
     daemon.config.write_text("server:\n  log_levle: debug\n  drain: soon\n")

@@ -82,7 +82,7 @@ class L3Settings(Section):
     threads: int = Field(default=2, ge=1, le=64)
     """Reader threads; writes have one thread of their own."""
 
-    min_free: Annotated[Size, size_between(0, 1024 * TIB)] = GIB
+    min_free: Annotated[Size, size_between(0, 1024 * TIB)] = Field(default=GIB, json_schema_extra=HOT)
     """Free space on the file system below which the tier stops writing; reads go on."""
 
 
