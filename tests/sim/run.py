@@ -27,6 +27,7 @@ from hicache.core.events import Drain, Event, SessionClosed, StoreModeChanged, T
 from hicache.core.residency import READY, Residency
 from hicache.core.state import CacheState, CoreConfig
 from hicache.core.transfers import StoreTicket
+from hicache.policy.evict.lru import Lru
 from hicache.protocol.messages import Busy, Error, Refuse, Welcome
 from tests.sim.backend import Lanes, Memory, SimStore
 from tests.sim.client import SimClient
@@ -65,7 +66,9 @@ class Simulation:
             config = replace(config, arena_bytes=1536, l3_mode="rw", l3_capacity_bytes=capacity)
             config = replace(config, write_policy=rng.choice(("write_through", "write_back")))
         self.state = CacheState(config, LIMITS, SECRET)
-        self.state.world.residency = Residency(rows=16)  # columns grow within every run
+        world = self.state.world
+        world.residency = Residency(rows=16)  # columns grow and queues are compacted within every run
+        world.evict_l2, world.evict_l3 = Lru(16, slack_rows=32), Lru(16, slack_rows=32)
         self.lanes = Lanes(rng, self.memory)
         self.store = SimStore(rng, self.memory, self.truth, capacity)
         self.store.mode = config.l3_mode

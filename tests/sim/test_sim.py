@@ -7,7 +7,7 @@ import pytest
 from tests.sim.run import simulate
 
 SEEDS = 200
-STEPS = 500  # about 300 events
+STEPS = 480  # about 300 events
 PER_TEST = 20
 
 _totals: Counter[str] = Counter()

@@ -23,7 +23,8 @@ _CHUNK_ROWS = 256  # of a long record, looked at by one step of `victims`
 class Lru:
     """An `Evictor` whose victims are those not used for longest."""
 
-    def __init__(self, rows: int = 1024) -> None:
+    def __init__(self, rows: int = 1024, slack_rows: int = _SLACK_ROWS) -> None:
+        self.slack_rows = slack_rows
         self.stamp: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
         self.queue: deque[tuple[int, Rows]] = deque()
         self.queued = 0  # rows in `queue`, stale ones included
@@ -101,7 +102,7 @@ class Lru:
         self.queued += rows.size
 
     def _trim(self) -> None:
-        if self.queued <= 2 * self.size + _SLACK_ROWS:
+        if self.queued <= 2 * self.size + self.slack_rows:
             return
         live = [rows[self.stamp[rows] == tick] for tick, rows in self.queue]
         rows = np.concatenate(live)
@@ -113,7 +114,7 @@ class Lru:
     def check(self) -> None:
         if int(np.count_nonzero(self.stamp)) != self.size:
             raise LawBroken(f"law 12: {int(np.count_nonzero(self.stamp))} rows are stamped, {self.size} counted")
-        if sum(rows.size for _, rows in self.queue) != self.queued or self.queued > 2 * self.size + _SLACK_ROWS:
+        if sum(rows.size for _, rows in self.queue) != self.queued or self.queued > 2 * self.size + self.slack_rows:
             raise LawBroken(f"law 12: the queue's {self.queued} rows are miscounted or too many")
         live = [rows[self.stamp[rows] == tick] for tick, rows in self.queue]
         rows = np.concatenate(live) if live else np.zeros(0, np.int32)
