@@ -99,6 +99,30 @@ def test_batch_with_different_hit_lengths(model, connector, run) -> None:
         assert [row.tokens_l2 for row in again[2]] == [64, 29, 44, 0]
 
 
+@pytest.mark.parametrize("l1_reuse", [True, False])
+def test_rows_of_one_batch_compute_their_shared_prefix_once(model, daemon, l1_reuse) -> None:
+    with connect(model, daemon, l1_reuse=l1_reuse) as connector:
+        shared = prompt(50)
+        prompts = [torch.cat([shared, prompt(n, seed)], dim=1) for seed, n in ((1, 9), (2, 20), (3, 5))]
+        ids, mask = padded(*prompts, prompts[0], shared)
+        for recomputed in ([59, 20, 5, 1, 1], [1, 1, 1, 1, 1] if l1_reuse else [11, 6, 5, 1, 1]):
+            got = whole(model, connector, ids, mask)
+            assert agree(got, expected(model, ids, mask))
+            assert [row.recomputed for row in got[2]] == recomputed
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_failed_load_of_a_row_that_others_copy_from(model, connector, daemon, layer, late) -> None:
+    shared = prompt(50)
+    prompts = [torch.cat([shared, prompt(n, seed)], dim=1) for seed, n in ((1, 9), (2, 20), (3, 5))]
+    whole(model, connector, prompts[0])
+    ids, mask = padded(*prompts)
+    daemon.faults.late_at_layer, daemon.faults.fail_at_layer = (layer, None) if late else (None, layer)
+    got = whole(model, connector, ids, mask)
+    assert agree(got, expected(model, ids, mask))
+
+
 @pytest.mark.parametrize("run", [bare, whole])
 def test_conversation_hits_generated_tokens(model, connector, run) -> None:
     ids, previous = prompt(30), 1

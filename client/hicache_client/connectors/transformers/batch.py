@@ -18,7 +18,7 @@ import torch
 from hicache.protocol.messages import Scope
 
 from .layer import Frame, PoolLayer, PoolTensors
-from .pool import ColumnPool, Idle, Range, Resident, Tokens
+from .pool import ColumnPool, Idle, Range, Resident, Tokens, common_prefix
 from .port import Handle, LoadHandle, Port, StoreHandle
 
 log = logging.getLogger("hicache.transformers")
@@ -72,7 +72,7 @@ class Row:
     scope: Scope
     column: int = 0  # pool column of the first token
     l1_tokens: int = 0
-    l1_source: Resident | None = None
+    l1_source: "Resident | Row | None" = None  # a row: one of this batch, computed before this one
     l2_tokens: int = 0
     l3_tokens: int = 0
     lease: int = 0
@@ -129,6 +129,31 @@ class Batch:
         """The column from which the whole batch can be computed at once."""
         return max(0, min(row.pad + row.available for row in self.rows))
 
+    def shareable(self) -> "list[tuple[Row, int] | None]":
+        """Per row the earlier row of this batch that has more of its prefix than L1 and the daemon, and how much."""
+        found: list[tuple[Row, int] | None] = [None] * len(self.rows)
+        for index, row in enumerate(self.rows):
+            best = row.available
+            for earlier in self.rows[:index]:
+                length = min(common_prefix(earlier.prompt, row.prompt), len(earlier.prompt) - 1, len(row.prompt) - 1)
+                if length > best:
+                    best, found[index] = length, (earlier, length)
+        return found
+
+    def share(self, shares: "list[tuple[Row, int] | None]") -> None:
+        """Let rows take what `shareable` found, each by `take_from_sibling` when its turn has come."""
+        for row, share in zip(self.rows, shares, strict=True):
+            if share is not None:
+                row.l1_source, row.l1_tokens = share
+
+    def take_from_sibling(self, row: Row) -> None:
+        """Copy what an earlier row has by now. Raises `LateLoad` if that row's own load is late."""
+        source = row.l1_source
+        if isinstance(source, Row) and row.from_l1 and row.used:
+            for layer in range(self.context.layers):
+                self.wait_row(source, layer)
+            self.context.tensors.copy(source.column, row.column, row.used)
+
     def begin(self, uniform: bool) -> int:
         """Start loads and copies; returns the column that the batch resumes from (0 … width-1).
 
@@ -155,7 +180,7 @@ class Batch:
             self._release(row)
         elif row.from_l1:
             self._release(row)
-            if row.l1_source is not None and row.l1_source.column != row.column:
+            if isinstance(row.l1_source, Resident) and row.l1_source.column != row.column:
                 context.tensors.copy(row.l1_source.column, row.column, row.used)
         else:
             pages = -(-row.used // context.page_tokens)

@@ -242,12 +242,16 @@ class HiCacheConnector:
 
         False if a load is late: the request then starts again on an ordinary cache.
         """
-        width, count = batch.width, len(batch.rows)
-        together = count * (width - batch.resume_column())
-        apart = sum(len(row.prompt) - row.available for row in batch.rows)
-        if count == 1 or apart >= together:
+        together = len(batch.rows) * (batch.width - batch.resume_column())
+        shares = batch.shareable()
+        apart = sum(
+            len(row.prompt) - (share[1] if share else row.available)
+            for row, share in zip(batch.rows, shares, strict=True)
+        )
+        if len(batch.rows) == 1 or apart >= together:
             batch.begin(uniform=True)
             return True
+        batch.share(shares)
         batch.begin(uniform=False)
         try:
             for row in batch.rows:
@@ -255,10 +259,11 @@ class HiCacheConnector:
         except LateLoad:
             batch.finish()
             return False
-        batch.show(width - 1)
+        batch.show(batch.width - 1)
         return True
 
     def _prefill_row(self, batch: Batch, row: Row) -> None:
+        batch.take_from_sibling(row)
         begin, end = row.used, len(row.prompt) - 1
         if begin >= end:
             return
@@ -298,7 +303,8 @@ class HiCacheConnector:
 
     def _generation_config(self, **given: Any) -> GenerationConfig:
         config = GenerationConfig.from_dict(self.model.generation_config.to_dict())
-        config.max_length = None
+        config.max_length = config.cache_implementation = config.prompt_lookup_num_tokens = None
+        config.num_beams = config.num_return_sequences = 1
         if not given["do_sample"]:  # sampling parameters of the model's own config would only be warned about
             config.temperature = config.top_k = config.top_p = None
         config.update(**{key: value for key, value in given.items() if value is not None})
@@ -310,7 +316,7 @@ class HiCacheConnector:
 
     def _weights_version(self) -> int:
         """Grows with every in-place change of a parameter that torch knows of (not through `.data`)."""
-        return sum(p._version for p in self.model.parameters())
+        return sum(0 if p.is_inference() else p._version for p in self.model.parameters())
 
     def _follow_weights(self) -> None:
         if self._revision is not None or self._context is None:
