@@ -85,8 +85,10 @@ def test_a_killed_daemon_leaves_a_socket_that_does_not_hang_the_command_line(tmp
 
 
 def test_reload_applies_hot_keys_and_names_the_others(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path) as process:
-        process.config.write_text("server:\n  log_level: debug\n  drain: 7s\nl2:\n  copy_threads: 1\n")
+    options = ["l3.enabled=true", f"l3.path={tmp_path / 'l3'}", "l3.size=64MiB"]
+    with DaemonProcess(tmp_path, options) as process:
+        hot = "server:\n  log_level: debug\n  drain: 7s\nl3:\n  min_free: 1MiB\n"
+        process.config.write_text(hot + "l2:\n  copy_threads: 1\n")
         process.signal(signal.SIGHUP)
         entry = process.wait_event("config.reloaded")
         assert set(entry["applied"]) == hot_keys()  # each key that is documented as hot is
