@@ -31,6 +31,7 @@ from hicache_daemon.log import LevelGate, make_log
 from hicache_daemon.loop import CacheLoop
 from hicache_daemon.memcpy import restart_tuned
 from hicache_daemon.notify import Notifier
+from hicache_daemon.priority import favour_thread
 from hicache_daemon.reload import ConfigSource, Reloader
 from hicache_daemon.runtime_dir import RuntimeDir
 from hicache_daemon.secret import RECORDS_NAME, load_secret
@@ -177,6 +178,8 @@ class _Builder:
             crash=lambda error: daemon.crash(error),
             log=log,
         )
+        # After the lane has its threads, before ZeroMQ starts its own: an answer needs both the loop and those.
+        favoured = favour_thread()
         server = Server(runtime.control, limits, lambda identity, frames: front.on_message(identity, frames))
         lifeline = Lifeline(
             runtime.lifeline,
@@ -208,7 +211,13 @@ class _Builder:
         reloader = self._reloader(life, store)
         describer = Describer(boot_id, parts, life, sessions, reloader.values, clock.monotonic_s())
         daemon = Daemon(parts, life, reloader.reload)
-        log.info("daemon.starting", runtime_dir=str(runtime.path), boot=f"{boot_id:016x}", l2_bytes=settings.l2.size)
+        log.info(
+            "daemon.starting",
+            runtime_dir=str(runtime.path),
+            boot=f"{boot_id:016x}",
+            l2_bytes=settings.l2.size,
+            loop_favoured=favoured,
+        )
         return await daemon.run()
 
     def _reloader(self, life: Life, store: LmdbStore | None) -> Reloader:

@@ -33,6 +33,7 @@ from hicache.core.events import (
     StoreWritten,
 )
 from hicache.store.base import RecordId, RecordMeta, RecordStatus, Store, StoredRow, StoreStats
+from hicache_daemon.priority import ordinary_thread, thread_nice
 
 Bytes = npt.NDArray[np.uint8]
 WriterCommand = WriteRecords | DeleteRecords | TouchRecords
@@ -113,6 +114,7 @@ class StoreThreads:
         self._post = post
         self._clock = clock
         self._log = log
+        self._nice = thread_nice()  # the maker's, before the loop is favoured
         self._batch = options.batch_records
         self._bound = options.queue_records
         self._lock = threading.Lock()
@@ -248,6 +250,7 @@ class StoreThreads:
     # ---- thread side --------------------------------------------------------------------------------
 
     def _run(self, worker: _Worker) -> None:
+        ordinary_thread(self._nice)
         while not worker.done:
             try:
                 worker.body(worker)
