@@ -98,8 +98,10 @@ def pins_are_owned(world: World) -> None:
     _none(world, 4, _count_rows(world, runs) != residency.pins, "pins and their owners disagree")
     for lease in leases:
         rows = lease.rows
-        coming = residency.l2[rows] == FILLING  # a read that ends badly cuts the lease
-        gone = rows[(residency.l2[rows] != READY) & (residency.l3[rows] != READY) & ~coming]
+        for row in rows[residency.l2[rows] == FILLING].tolist():  # a read that ends badly cuts the lease
+            if row not in world.tickets.reader_of:
+                raise _broken(world, 4, f"lease {lease.id} holds a page that a store is still filling", row)
+        gone = rows[(residency.l2[rows] != READY) & (residency.l2[rows] != FILLING) & (residency.l3[rows] != READY)]
         if gone.size:
             raise _broken(world, 4, f"lease {lease.id} holds pages that no tier has", int(gone[0]))
         session = world.sessions.get(lease.session)

@@ -103,10 +103,15 @@ def plant(world: World, namespace: Namespace, tokens: bytes, rows: Int32s) -> No
 
 
 def reach(world: World, rows: Int32s, most: int) -> Reach:
-    """How far `rows` can be resumed, at most `most` pages, every cache group counted."""
+    """How far `rows` can be resumed, at most `most` pages, every cache group counted.
+
+    A page that a store is filling is pending even if L3 has it (found again meanwhile): a load could neither copy
+    it nor read it into another block."""
     l2 = world.residency.l2[rows]
     in_l2 = l2 >= READY
     usable = in_l2 | (world.residency.l3[rows] == READY)
+    for at in np.flatnonzero(usable & (l2 == FILLING)).tolist():
+        usable[at] = int(rows[at]) in world.tickets.reader_of
     ready = _leading(usable)
     if ready >= most:
         return Reach(most, int(np.count_nonzero(in_l2[:most])), 0)
@@ -196,8 +201,8 @@ def extend(world: World, event: ExtendAsked) -> None:
     world.leases.renew(lease, world.now_s + world.limits.lease_ttl_s)
     world.touch(lease.rows)
     _count(world, count, found, session.shape.page_tokens)
-    whole = reach(world, lease.rows, lease.rows.size)
-    match = _match(lease, (held + new.size) * size, Reach(whole.ready, whole.l2, found.pending), size)
+    in_l2 = int(np.count_nonzero(world.residency.l2[lease.rows] >= READY))
+    match = _match(lease, (held + new.size) * size, Reach(lease.rows.size, in_l2, found.pending), size)
     world.out.append(Reply(event.session, event.request, match))
 
 

@@ -345,6 +345,24 @@ def test_a_restart_finds_pages_by_their_keys() -> None:
     hand.copied()
 
 
+def test_a_page_found_in_l3_while_a_store_fills_it_stays_pending() -> None:
+    hand = Hand(l3_pages=50)
+    hand.feed(StoreModeChanged("off", "gone"))
+    hand.open()
+    hand.store(1, 2)
+    copy = hand.one(CopyPages)
+    hand.feed(StoreModeChanged("rw", ""))
+    hand.feed(_recovered((2, 1, 0)))
+    match = hand.look(1, 2, 3)
+    assert (match.resumable_tokens, match.pending_tokens, match.lease) == (0, 12, 0)
+    hand.feed(CopyEnded(copy.ticket, False, "why"))
+    match = hand.look(1, 2, 3)
+    assert match.l3_tokens == 12
+    hand.load(match.lease, 3)
+    _read(hand, hand.one(ReadRecords))
+    hand.copied()
+
+
 def test_pages_without_their_parent_wait_for_it() -> None:
     hand = Hand(l3_pages=50)
     hand.feed(_recovered((2, 0)))
