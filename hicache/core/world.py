@@ -161,7 +161,9 @@ class World:
             if planted.size:
                 tree = namespaces[index].tree
                 before = tree.tokens_held
-                tree.prune(planted)
+                if tree.prune(planted).size != planted.size:  # else a row of the tree would be given to another page
+                    story = self.story.of_row(residency, int(planted[0]))
+                    raise LawBroken(f"law 6: {planted.size} pages to forget, some must stay in the tree\n{story}")
                 namespaces.tokens_held += tree.tokens_held - before
             namespaces.rows[index] -= mine.size
         parents = residency.forget(rows)

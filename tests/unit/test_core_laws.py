@@ -276,3 +276,10 @@ def test_transitions_have_a_before(act: Callable[[Residency, np.ndarray], None])
     assert residency.l3[rows].tolist() == [ABSENT] * 5
     with pytest.raises(LawBroken, match="law 3"):
         act(residency, rows)
+
+
+def test_a_row_that_the_tree_keeps_is_never_freed() -> None:
+    """A freed row is given to the next page; were it still in the tree, that would be another prompt's KV."""
+    world = _busy_world().state.world
+    with pytest.raises(LawBroken, match="law 6"):
+        world._forget(np.array([_row(world, 1, 2)], np.int32))  # its child stays
