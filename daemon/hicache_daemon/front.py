@@ -101,19 +101,21 @@ class Front:
         try:
             request = request_id_of(frames)
             envelope = decode_client(frames, self.limits)
-            self._dispatch(identity, envelope)
         except HiCacheError as error:
             self.counters["malformed"] += 1
             self._say(identity, request, Error(error.code, error.message, error.remedy))
+            return
+        try:
+            self._dispatch(identity, envelope)
         except LawBroken as error:
             self.crash(error)
         except Exception:  # a bug met by one request: it is told, the story is logged, the others go on
             self.counters["internal_errors"] += 1
-            self.log.exception("request.failed", request=request, frames=[len(frame) for frame in frames[:10]])
+            self.log.exception("request.failed", request=request, frames=[len(frame) for frame in frames])
             session = self.sessions.of_identity(identity)
             if session is not None:
                 session.open.discard(request)
-            self._say(identity, request, _INTERNAL)
+            self._say(identity, request, _INTERNAL, envelope.epoch)
 
     def reply(self, command: Reply) -> None:
         """Send a reply of the cache state; it closes the request unless it is Accepted."""

@@ -75,6 +75,7 @@ class Daemon:
         self._quiet_ticks = 0
         self._seen_messages = 0
         self._timers: list[asyncio.TimerHandle] = []
+        self._deadline_s = 0.0  # of the drain, once it has begun
 
     async def run(self) -> int:
         """Serve until told to stop; the process's exit code."""
@@ -124,13 +125,14 @@ class Daemon:
             self._parts.notifier.send("STOPPING=1")
             self._life.phase = Phase.DRAINING
             self._parts.cache.on_note(Drain())
-            self._await_idle(self._parts.clock.monotonic_s() + self._life.drain_s)
+            self._deadline_s = self._parts.clock.monotonic_s() + self._life.drain_s
+            self._await_idle()
         else:
             self._parts.log.warning("daemon.stops_now", signal=name)
             self._stop_now()
 
-    def _await_idle(self, deadline_s: float) -> None:
-        parts, late = self._parts, self._parts.clock.monotonic_s() >= deadline_s
+    def _await_idle(self) -> None:
+        parts, late = self._parts, self._parts.clock.monotonic_s() >= self._deadline_s
         idle = parts.cache.state.idle() and (parts.stores is None or parts.stores.idle())
         if idle or late:
             if late and not idle:
@@ -138,7 +140,7 @@ class Daemon:
             self._life.over.set()
         elif not self._life.over.is_set():
             loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(DRAIN_POLL_S, self._await_idle, deadline_s))
+            self._timers.append(loop.call_later(DRAIN_POLL_S, self._await_idle))
 
     def _stop_now(self) -> None:
         self._life.phase = Phase.STOPPED
@@ -155,7 +157,8 @@ class Daemon:
         await loop.run_in_executor(None, parts.watchdog.stop)
         await loop.run_in_executor(None, parts.lanes.close)
         if parts.stores is not None:
-            timeout_s = max(STOP_NOW_S, self._life.drain_s) if flush else STOP_NOW_S
+            left_s = self._deadline_s - parts.clock.monotonic_s() if flush else 0.0
+            timeout_s = max(STOP_NOW_S, left_s)
             await loop.run_in_executor(None, parts.stores.stop, flush, timeout_s)
         self._life.phase = Phase.STOPPED
         parts.log.info("daemon.stopped", exit_code=self._life.exit_code)

@@ -79,7 +79,9 @@ class Server:
         self._wake()  # an edge may have come between bind and add_reader
 
     def send(self, identity: bytes, frames: Sequence[Any]) -> Sent:
-        """Hand a reply to the peer's pipe, or say why not; nothing is kept here."""
+        """Hand a reply to the peer's pipe, or say why not; nothing is kept here. After `close` everybody is gone."""
+        if self._loop is None:
+            return Sent.GONE
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
             outcome = Sent.OK

@@ -172,6 +172,7 @@ def test_a_drain_of_zero_waits_for_nothing(tmp_path: Path) -> None:
         client.send(Store(len(data) // 4, 0, (32,), slot, generation), (data, int32(range(32))))
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
+        assert not daemon.events("event.failed"), daemon.log()  # late answers find a closed socket
 
 
 # ---- reload -----------------------------------------------------------------------------------------
