@@ -63,7 +63,7 @@ def test_one_other_token_fails_the_demo(name) -> None:
     ]
 
 
-@pytest.mark.parametrize(("ttft_ms", "slow"), [(200.0, False), (200.5, True)])
+@pytest.mark.parametrize(("ttft_ms", "slow"), [(200.0, False), (201.0, True)])
 def test_slow_warm_fails_the_demo(ttft_ms, slow) -> None:
     assert any("1/5" in c for c in complaints(cases(l2=answers(ttft_ms, "l2")))) == slow
 
@@ -74,6 +74,17 @@ def test_slow_warm_fails_the_demo(ttft_ms, slow) -> None:
 )
 def test_tokens_from_elsewhere_fail_the_demo(name, wrong) -> None:
     assert [c for c in complaints(cases(**{name: answers(100.0, wrong)})) if "no token came" in c]
+
+
+def test_a_slow_spell_of_the_machine_does_not_spoil_the_ratio() -> None:
+    """Two of three questions were asked while the machine was ten times slower, in every way alike."""
+    cold, warm = answers(1000.0), answers(150.0, "l2")
+    for index in (0, 2):
+        cold[index]["ttft_ms"] *= 10
+        warm[index]["ttft_ms"] *= 10
+    found = {c.case: c for c in cases(cold=cold, l2=warm)}
+    assert found["l2"].ratio_to_cold == 0.15
+    assert complaints(list(found.values())) == []
 
 
 def test_json_names_every_case_and_field() -> None:

@@ -18,9 +18,9 @@ READY_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
 _PR_SET_PDEATHSIG = 1
-# Threads of torch that wait by spinning hold a core that another process needs (the daemon's copies, the next
-# engine): on two busy cores a token took ten times as long.
-_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+# Torch's threads spin at every barrier, by default so long that two of them on two cores shared with anything
+# else (the daemon's copies, the next engine) take ten times as long. 10,000 rounds cost nothing on idle cores.
+_SETTINGS = {"GOMP_SPINCOUNT": "10000", "PYTHONUNBUFFERED": "1"}
 _DAEMON = """
 from hicache_daemon.demo.processes import die_with_parent
 from hicache_daemon.cli.app import serve_main

@@ -6,14 +6,14 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hicache_daemon.demo.model import DemoImpossible, find_gguf
 from hicache_daemon.demo.processes import Child, Daemon, DemoFailed, EngineProcess, convert_model
 from hicache_daemon.demo.prompts import MIN_SYSTEM_TOKENS, PRIMER, QUESTIONS
-from hicache_daemon.demo.report import Case, case_of, complaints, print_report, to_json, with_ratios
+from hicache_daemon.demo.report import TITLES, Case, case_of, complaints, print_report, to_json, with_ratios
 
 FOLDER = Path(".demo")  # below the working directory; the configuration's paths lie in it too
 NEW_TOKENS = 24
@@ -69,12 +69,20 @@ class Demo:
         self._children.append(engine)
         return engine
 
-    def _ask(self, engine: EngineProcess, mode: str, salts: Sequence[str] = ()) -> list[dict[str, Any]]:
-        answers = []
+    def _ask(self, engine: EngineProcess, case: str, salts: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
+        return self._ask_in_turns(engine, {case: ("hicache", salts)})
+
+    def _ask_in_turns(
+        self, engine: EngineProcess, turns: Mapping[str, tuple[str, Sequence[str]]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Per case (mode, salts) the answers to all questions; each question goes through every case before the
+        next comes."""
+        answers: dict[str, list[dict[str, Any]]] = {case: [] for case in turns}
         for index, question in enumerate(QUESTIONS):
-            salt = salts[index] if salts else ""
-            answers.append(engine.ask(_request(question, mode, salt)))
-            self.say(f"  question {index + 1}: {answers[-1]['ttft_ms']:7.0f} ms to the first token")
+            for case, (mode, salts) in turns.items():
+                answers[case].append(engine.ask(_request(question, mode, salts[index] if salts else "")))
+            times = ", ".join(f"{case} {got[-1]['ttft_ms']:,.0f} ms" for case, got in answers.items())
+            self.say(f"  question {index + 1}, to the first token: {times}")
         return answers
 
     def _cases(self) -> list[Case]:
@@ -90,24 +98,22 @@ class Demo:
             raise first.failed("found no daemon")
         self.say(f"the questions share a system prompt of {first.ready['system_tokens']:,} tokens")
 
-        self.say("(f) cache switched off")
-        off = self._ask(first, "off")
-        for question, answer in zip(QUESTIONS, off, strict=True):
-            self.say(f"  {question!r} → {answer['text']!r}")
-        self.say("transformers' own reuse: a DynamicCache of the system prompt, kept in the process")
+        # What is compared is asked in turns, so that a machine that is busy for a while is so for all of them.
+        self.say("the system prompt is computed once by transformers and once through hicache")
         first.ask(_request(PRIMER, "own", ""))
-        own = self._ask(first, "own")
-        self.say("(a) cold: each question in a namespace of its own")
-        salts = [f"cold-{index}" for index in range(len(QUESTIONS))]
-        cold = self._ask(first, "hicache", salts)
-        self.say("(b) warm from L2: the system prompt is known, the questions are new")
         first.ask(_request(PRIMER, "hicache", ""))
-        warm = self._ask(first, "hicache")
+        self.say("(f) cache switched off; (a) cold: each question in a namespace of its own; (b) warm from L2: the")
+        self.say("    system prompt is known, the question new; and transformers' own reuse, a DynamicCache of it")
+        salts = [f"cold-{index}" for index in range(len(QUESTIONS))]
+        turns = {"off": ("off", ()), "cold": ("hicache", salts), "l2": ("hicache", ()), "own": ("own", ())}
+        answers = self._ask_in_turns(first, turns)
+        for question, answer in zip(QUESTIONS, answers["off"], strict=True):
+            self.say(f"  {question!r} → {answer['text']!r}")
 
         self.say("(c) a second engine process")
         second = self._engine("engine-2")
         second.wait_ready()
-        second_engine = self._ask(second, "hicache")
+        answers |= self._ask(second, "second_engine")
 
         self.say("(d) kill -9 of both engines, one in the middle of a request; a new one comes")
         third = self._engine("engine-3")
@@ -116,24 +122,15 @@ class Demo:
         time.sleep(KILL_AFTER_S)
         second.kill()
         first.kill()
-        engine_restart = self._ask(third, "hicache")
+        answers |= self._ask(third, "engine_restart")
 
         self.say("(e) the daemon stops and comes back; L2 is empty, L3 is not")
         daemon.stop()
         self._daemon("hicached-2.log")
-        daemon_restart = self._ask(third, "hicache", salts)
+        answers |= self._ask(third, "daemon_restart", salts)
 
-        by_case = {
-            "cold": cold,
-            "l2": warm,
-            "second_engine": second_engine,
-            "engine_restart": engine_restart,
-            "daemon_restart": daemon_restart,
-            "off": off,
-            "own": own,
-        }
         self.say("done")
-        return [case_of(name, answers, off) for name, answers in by_case.items()]
+        return [case_of(name, answers[name], answers["off"]) for name in TITLES]
 
 
 def _request(question: str, mode: str, salt: str) -> dict[str, Any]:
