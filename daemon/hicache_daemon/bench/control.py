@@ -30,6 +30,7 @@ from hicache_client.pool import SharedPool
 from hicache_client.sync import Client
 from hicache_client.sync_handles import LoadHandle
 from hicache_daemon.bench.report import Case, Progress
+from hicache_daemon.runtime_dir import LIFELINE_NAME
 
 TOKENS = 8192
 PAGE_TOKENS = 16
@@ -83,6 +84,7 @@ def run(quick: bool, progress: Progress) -> list[Case]:
         stack.callback(pool.close)
         options = ClientOptions(runtime_dir=folder, engine="bench")
         client = stack.enter_context(Client(options, model, layout, ShardSpec(), pool))
+        _await_file(folder / LIFELINE_NAME)  # else the client says that it runs uncached
         if not client.connect(START_S):
             raise HiCacheError(
                 ErrorCode.TIMEOUT, f"the daemon did not come up: {(folder / 'daemon.log').read_text()}"
@@ -183,6 +185,12 @@ def _shape(layers: int) -> tuple[ModelSpec, L1Layout]:
     offsets = tuple(layer * region for layer in range(layers))
     place = GroupLayout("full", offsets, PAGES, block, (), block)
     return ModelSpec("bench", "0", (group,), PAGE_TOKENS), L1Layout(layers * region, (place,))
+
+
+def _await_file(path: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def _daemon_command(folder: Path, arena_bytes: int) -> list[str]:
