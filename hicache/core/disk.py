@@ -248,7 +248,9 @@ def _pay(world: World) -> None:
 
 
 def store_mode_changed(world: World, event: StoreModeChanged) -> None:
-    """After `off` the tier is empty for us: what it holds comes back only if its rows are streamed again."""
+    """After `off` the tier is empty for us: what it holds comes back only if its rows are streamed again.
+
+    That must happen under `ro`: a write ordered before we know what is there could exceed the capacity."""
     world.disk.mode = event.mode
     world.disk.reason = event.reason
     if event.mode == "rw":

@@ -286,17 +286,17 @@ class Simulation:
         if self.state.world.config.l3_mode == "off":
             return
         mode = rng.choice(("rw", "rw", "ro", "off"))
-        came_back = store.mode == "off" and mode != "off"
+        if store.mode == "off" and mode != "off":
+            self._come_back()
         store.mode = mode
         self.feed(StoreModeChanged(mode, "simulated"))
-        if came_back and not store.writer:
-            self.feed(store.recovered())
-        elif came_back:
-            self._execute_writes_then_recover()
 
-    def _execute_writes_then_recover(self) -> None:
+    def _come_back(self) -> None:
+        """What was ordered of a store that is off fails; then its rows are streamed, before it takes writes."""
         while self.store.writer:
             self.answers.append(self.store.write_one())
+        self.store.mode = "ro"
+        self.feed(StoreModeChanged("ro", "simulated"))
         self.feed(self.store.recovered())
 
     def _repeat(self) -> None:
