@@ -102,10 +102,15 @@ class Demo:
         self.say("the system prompt is computed once by transformers and once through hicache")
         first.ask(_request(PRIMER, "own", ""))
         first.ask(_request(PRIMER, "hicache", ""))
-        self.say("(f) cache switched off; (a) cold: each question in a namespace of its own; (b) warm from L2: the")
-        self.say("    system prompt is known, the question new; and transformers' own reuse, a DynamicCache of it")
+        self.say(
+            "(a) cold: each question in a namespace of its own; (f) cache switched off; transformers' own reuse, a"
+        )
+        self.say(
+            "    DynamicCache of the system prompt; (b) warm from L2: the system prompt is known, the question new"
+        )
         salts = [f"cold-{index}" for index in range(len(QUESTIONS))]
-        turns = {"off": ("off", ()), "cold": ("hicache", salts), "l2": ("hicache", ()), "own": ("own", ())}
+        # cold first: while it is `off`'s turn, the daemon brings to disk what cold stored
+        turns = {"cold": ("hicache", salts), "off": ("off", ()), "own": ("own", ()), "l2": ("hicache", ())}
         answers = self._ask_in_turns(first, turns)
         for question, answer in zip(QUESTIONS, answers["off"], strict=True):
             self.say(f"  {question!r} → {answer['text']!r}")
