@@ -1,11 +1,12 @@
 # The daemon and its command line; no torch, no CUDA: engines bring their own.
 #
 #   docker build -t hicache .
-#   docker run --rm --ipc=host --memory 10g -v /run/hicache:/run/hicache -v /var/lib/hicache:/var/lib/hicache \
+#   install -d -o 10001 -g 10001 -m 0750 /run/hicache /var/lib/hicache    # once per host; Docker would make them root's
+#   docker run --rm --memory 10g -v /run/hicache:/run/hicache -v /var/lib/hicache:/var/lib/hicache \
 #     hicache --set l2.size=8GiB --set l3.enabled=true --set l3.path=/var/lib/hicache
 #
-# Engines reach the daemon through the sockets in /run/hicache, so that folder is shared with them, and they run
-# as the same user (10001) or as root. tools/check_dockerfile.py runs every step of this file without a Docker engine.
+# Engines reach the daemon through the sockets in /run/hicache, so that folder is shared with them, and they run as the
+# daemon's user (10001) or as root. tools/check_dockerfile.py runs every step of this file without a Docker engine.
 
 FROM debian:bookworm-slim AS build
 RUN apt-get update \

@@ -135,9 +135,10 @@ class Lifeline:
                 return
             sock.setblocking(False)
             pid, uid = _peer(sock)
-            if uid != os.geteuid():
+            if uid not in (os.geteuid(), 0):  # root could read our memory anyway
                 self._log.warning("lifeline.foreign_uid", pid=pid, uid=uid)
-                self._refuse_raw(sock, ErrorCode.DENIED, f"uid {uid} may not attach to a daemon of {os.geteuid()}")
+                text = f"uid {uid} may not attach to a daemon of uid {os.geteuid()}"
+                self._refuse_raw(sock, ErrorCode.DENIED, text)
             elif len(self._open) - len(self._bound) >= MAX_UNBOUND:
                 self._refuse_raw(sock, ErrorCode.BUSY, f"{MAX_UNBOUND} connections already wait for their Hello")
             else:

@@ -205,3 +205,23 @@ def test_what_never_says_hello_is_bounded_in_number_and_time(tmp_path: Path, mon
         extra.sock.close()
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("uid", "admitted"), [(os.geteuid(), True), (0, True), (os.geteuid() + 1, False)])
+def test_the_daemons_user_and_root_may_attach_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, admitted: bool
+) -> None:
+    monkeypatch.setattr(module, "_peer", lambda sock: (os.getpid(), uid))
+
+    async def scenario(lifeline: Lifeline, path: Path, died: list[int]) -> None:
+        peer, fds = Peer(path), [memfd(POOL_BYTES), memfd(SLOTS * 64)]
+        if admitted:
+            peer.attach(fds)
+        answer = await peer.answer()
+        assert isinstance(answer, Attached if admitted else Refuse)
+        assert admitted or answer.code == ErrorCode.DENIED  # type: ignore[union-attr]
+        peer.sock.close()
+        for fd in fds:
+            os.close(fd)
+
+    run(tmp_path, scenario)
