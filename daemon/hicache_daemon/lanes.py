@@ -60,6 +60,9 @@ class _Attached:
         self.busy = 0
 
     def unmap(self) -> None:
+        """Nobody writes here any more: what waits for a word gets its last one. Then the memory goes."""
+        if self.area is not None:
+            self.area.fail_open()
         self.area = None
         self.pool.close()
         self.fences.close()
@@ -210,7 +213,10 @@ class CpuLane:
             self._sessions[session] = attached
 
     def detach(self, session: SessionId) -> None:
-        """End the session's copies and unmap its memory; afterwards no thread touches it. Idempotent.
+        """End the session's copies, fail the fences still open, unmap its memory; afterwards no thread touches it.
+
+        A client that hung up with a request on the way, one that is never read, waits for its fence all the same:
+        without a last word its blocks in L1 would stay lent for ever. Idempotent.
 
         Returns at once when no copy runs (the rule: the cache state drops a session after its last ticket);
         otherwise within about the time of one call of the mover.

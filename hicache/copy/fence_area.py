@@ -91,3 +91,12 @@ class FenceArea:
                 ErrorCode.OUT_OF_RANGE, f"fence {index} is not in [0, {len(self._words)})", "attach more fence slots"
             )
         return FenceSlot(self._words[index], generation)
+
+    def fail_open(self) -> None:
+        """Write FAILED into every slot that a client has armed and nobody has ended; its generation stays.
+
+        For the end of a session, when no transfer touches the area any more: also a request that the daemon never
+        read, because the client hung up before it, gets its terminal word."""
+        states = self._words[:, f.WORD_STATE]
+        ended = (states == f.STATE_DONE) | (states == f.STATE_FAILED)
+        states[(self._words[:, f.WORD_MAGIC] == f.MAGIC) & ~ended] = f.STATE_FAILED

@@ -56,6 +56,12 @@ def _admit(world: World, event: SessionOpened) -> Session:
     if world.draining:
         raise HiCacheError(ErrorCode.DRAINING, "the daemon is stopping", "run uncached and connect again later")
     live = [each for each in world.sessions.values() if each.state != CLOSING]
+    if any(each.instance == event.instance and each.tenant != event.tenant for each in live):
+        raise HiCacheError(  # before the epochs: what those of another tenant are is not told
+            ErrorCode.DENIED,
+            "this instance id is in use by another client",
+            "draw a random instance id per client",
+        )
     for each in live:
         if each.instance == event.instance and each.epoch >= event.epoch:
             raise HiCacheError(

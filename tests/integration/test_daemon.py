@@ -212,6 +212,22 @@ def test_a_tenant_needs_its_credential(tmp_path: Path) -> None:
         assert "sesame" not in str(guarded.describe("config")) + guarded.log()
 
 
+def test_a_tenant_cannot_end_the_session_of_another_by_its_instance_id(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as shared, RawClient(shared) as victim, RawClient(shared) as other:
+        victim.attach()
+        assert isinstance(victim.hello(tenant="a"), Welcome)
+        other.instance, other.epoch = victim.instance, victim.epoch
+        other.attach()
+        refuse = other.hello(tenant="b")
+        assert isinstance(refuse, Refuse)
+        assert refuse.code == ErrorCode.DENIED
+        assert other.hung_up_on()
+        victim.store(tokens(2 * PAGE_TOKENS, seed=20), range(2))
+        other.attach()
+        assert isinstance(other.hello(tenant="a"), Welcome)  # its own next incarnation still supersedes
+        assert victim.hung_up_on()
+
+
 def test_sessions_are_bounded(daemon: DaemonProcess) -> None:
     clients = [RawClient(daemon) for _ in range(7)]
     try:

@@ -59,6 +59,25 @@ def test_a_larger_epoch_supersedes_and_an_older_one_is_refused() -> None:
     assert len(hand.state.snapshot()["sessions"]) == 1
 
 
+@pytest.mark.parametrize("epoch", [1, 5, 6])
+def test_another_tenant_with_the_same_instance_id_supersedes_nobody(epoch: int) -> None:
+    """The refusal is the same below, at and above the open epoch: nothing of the other's session is told."""
+    hand = Hand()
+    hand.open(1, epoch=5)
+    instance = hand.state.world.sessions[SessionId(1)].instance
+    spec = MODELS[0]
+    hand.feed(
+        SessionOpened(SessionId(2), RequestId(900), instance, epoch, "other", spec.spec, spec.layout, ShardSpec())
+    )
+    refusal = _refusal(hand)
+    assert refusal.code == "denied"
+    assert "epoch" not in refusal.reason
+    assert hand.one(DropSession).session == 2
+    assert hand.look(1, session=1).lease == 0
+    hand.open(3, epoch=6)
+    assert hand.one(DropSession).session == 1
+
+
 def test_an_open_session_id_is_not_taken_twice_and_not_dropped() -> None:
     hand = Hand()
     hand.open(1)
