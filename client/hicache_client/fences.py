@@ -10,6 +10,7 @@ running writes to memory that nobody reads any more.
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -81,6 +82,8 @@ class FenceArea:
         """`over` says whether the daemon is known not to write here any more."""
         self.slots = slots
         self.fd = sealed_memfd("hicache-fences", slots * SLOT_BYTES)
+        self._close_fd = weakref.finalize(self, os.close, self.fd)  # also if nobody calls `close`
+        self._close_fd.atexit = False
         self._words = memoryview(mmap.mmap(self.fd, slots * SLOT_BYTES, mmap.MAP_SHARED)).cast("Q")
         self._lock = threading.Lock()
         self._free = deque(range(slots))
@@ -127,9 +130,8 @@ class FenceArea:
         """The session ended on our side. The daemon may still end its copies: fences go on to show that, the
         mapping lives as long as they do. Idempotent."""
         with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+            self._close_fd()
+            self.fd = -1
 
     def _reap(self) -> None:
         for fence in list(self._busy.values()):

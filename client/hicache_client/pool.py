@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import weakref
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by Python 3.11's mmap
 PAGE_BYTES = 4096
@@ -38,6 +39,8 @@ class SharedPool:
         except BaseException:
             os.close(self.fd)
             raise
+        self._close_fd = weakref.finalize(self, os.close, self.fd)  # also if nobody calls `close`
+        self._close_fd.atexit = False
         if pretouch:
             self._pretouch()
         self.buffer = memoryview(self._map)
@@ -45,9 +48,8 @@ class SharedPool:
     def close(self) -> None:
         """Give the descriptor and our mapping back. Arrays made from `buffer` keep the memory alive until
         they go themselves. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close_fd()
+        self.fd = -1
         try:
             self.buffer.release()
             self._map.close()

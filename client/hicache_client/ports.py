@@ -2,18 +2,60 @@
 
 Both have the same methods. `enter`/`leave` bracket a call: threads take turns, coroutines need none, as they
 only switch at a wait. `enter_connect`/`leave_connect` bracket an attempt to connect: one at a time in both.
+`alone(action)` runs an action when nobody is at the sockets, for a session that was dropped: now if it can, else
+soon. It never waits, as the garbage collector calls it from any line of any thread.
 """
 
 import asyncio
 import select
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import zmq
 
 from hicache_client.link import Link
 
 SLICE_S = 0.05  # longest sleep on a socket: bounds what a lost edge could cost
+
+
+class _Readers:
+    """The descriptors that a loop watches for a port. Refers to the loop weakly and to the port not at all: both
+    lead to tasks, and these to the session whose finalizer owns this."""
+
+    def __init__(self) -> None:
+        self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
+        self._thread = 0
+        self._fds: list[int] = []
+
+    def watch(self, fds: list[int], callback: Callable[[Link], None], link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop, self._thread, self._fds = weakref.ref(loop), threading.get_ident(), fds
+        for fd in fds:
+            loop.add_reader(fd, callback, link)
+
+    def clear(self) -> None:
+        """On the loop's thread, or when it does not run."""
+        loop = self._loop() if self._loop is not None else None
+        if loop is not None and not loop.is_closed():
+            for fd in self._fds:
+                loop.remove_reader(fd)
+        self._fds = []
+
+    def alone(self, action: Callable[[], None]) -> None:
+        def end() -> None:
+            self.clear()  # before the descriptors are closed and their numbers are another's
+            action()
+
+        loop = self._loop() if self._loop is not None else None
+        if loop is not None and loop.is_running() and self._thread != threading.get_ident():
+            try:
+                loop.call_soon_threadsafe(end)
+            except RuntimeError:  # it was closed just now
+                end()
+        else:
+            end()
 
 
 class AsyncPort:
@@ -23,7 +65,8 @@ class AsyncPort:
     def __init__(self) -> None:
         self._connecting = asyncio.Lock()
         self._waiters: set[asyncio.Future[None]] = set()
-        self._watched: list[int] = []
+        self._readers = _Readers()
+        self.alone = self._readers.alone
 
     def now(self) -> float:
         return time.monotonic()
@@ -50,17 +93,11 @@ class AsyncPort:
 
     def watch(self, link: Link) -> None:
         """From now on replies are taken as they come, also while nobody waits."""
-        loop = asyncio.get_running_loop()
         link.on_progress = self._wake
-        self._watched = [link.socket.fileno(), link.lifeline.fd]
-        for fd in self._watched:
-            loop.add_reader(fd, self._fire, link)
+        self._readers.watch([link.socket.fileno(), link.lifeline.fd], self._fire, link)
 
     def unwatch(self, link: Link) -> None:
-        loop = asyncio.get_running_loop()
-        for fd in self._watched:
-            loop.remove_reader(fd)
-        self._watched = []
+        self._readers.clear()
         link.on_progress = None
         self._wake()
 
@@ -122,6 +159,19 @@ class SyncPort:
 
     def leave(self) -> None:
         self._gate.release()
+
+    def alone(self, action: Callable[[], None]) -> None:
+        if self._gate.acquire(blocking=False):
+            try:
+                action()
+            finally:
+                self._gate.release()
+        else:  # a handle's wait is draining; to wait for it here could be to wait for a lock that we hold
+            threading.Thread(target=self._when_free, args=(action,), daemon=True).start()
+
+    def _when_free(self, action: Callable[[], None]) -> None:
+        with self._gate:
+            action()
 
     def enter_connect(self, deadline: float) -> bool:
         return True

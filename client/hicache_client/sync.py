@@ -212,8 +212,9 @@ class Client:
     ) -> StoreHandle | None:
         """Offer pages `first_page …` for the cache. `tokens`: all from position 0 to the end of the last page.
 
-        None: nothing is read. Else, also when it `failed`, the source blocks must stay untouched until the
-        handle is `settled`.
+        None: nothing is or will be read. Else, also when it `failed` (the daemon did not answer in time, but may
+        have begun), the source blocks must stay untouched until the handle is `settled`. So do not cancel this
+        call (or shield it): the handle would be lost while the daemon may read on.
         """
         view = int32s(tokens, "tokens")
         views = int32s_per_group(blocks, self._groups)

@@ -12,6 +12,7 @@ found by the very request that would have failed.
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -44,6 +45,7 @@ from hicache_client.paths import CONTROL_NAME, LIFELINE_NAME, runtime_dir
 from hicache_client.pool import SharedPool
 from hicache_client.ports import SyncPort
 from hicache_client.retry import Backoff
+from hicache_client.sockets import Sockets, hang_up
 
 SILENT_LIMIT = 3
 
@@ -83,7 +85,8 @@ class Session:
         self._registration = registration
         self._dir = runtime_dir(options.runtime_dir)
         self._backoff = Backoff(options.retry_initial_s, options.retry_max_s, Random().random)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = Sockets()
+        self._hang_up = weakref.finalize(self, hang_up, self._sockets, self.port.alone)
         self._instance = os.urandom(16)
         self._epoch = 0
         self._lease_numbers = count(1)
@@ -100,10 +103,14 @@ class Session:
         return 1 if self._attempt is None else 2
 
     def close(self, deadline: float) -> None:
-        """Say Goodbye and wait for its answer until `deadline`, then free the sockets. Idempotent."""
+        """Say Goodbye and wait for its answer until `deadline`, then free the sockets. Idempotent.
+
+        A session dropped without it hangs up and frees them too; a forked process leaves the parent's alone."""
         if self.closed:
             return
         self.closed = True
+        if not self._sockets.ours:
+            return
         self._drop_attempt()
         link = self.link
         if link is not None and self.alive(link):
@@ -112,7 +119,7 @@ class Session:
             except HiCacheError as error:
                 _log.debug("goodbye was not answered: %s", str(error))
             self._lost(link, "closed")
-        self._context.destroy(0)
+        self._hang_up()
 
     def ask(
         self,
@@ -215,7 +222,7 @@ class Session:
             self._say("up", logging.INFO, "hicache session opened at %s", self._dir)
 
     def _attach(self) -> _Attempt:
-        lifeline = Lifeline(self._dir / LIFELINE_NAME)
+        lifeline = self._sockets.lifeline = Lifeline(self._dir / LIFELINE_NAME)
         self._epoch += 1
         slots = self._options.fence_slots
         try:
@@ -237,7 +244,8 @@ class Session:
         while attempt.link is None:
             answer = attempt.lifeline.answer()
             if isinstance(answer, Attached):
-                sock = open_dealer(self._context, self._dir / CONTROL_NAME)
+                sock = open_dealer(self._sockets.context, self._dir / CONTROL_NAME)
+                self._sockets.dealer = sock
                 attempt.link = Link(sock, attempt.lifeline, attempt.fences, answer.boot, attempt.epoch)
                 attempt.link.stats = self._stats
                 attempt.link.lease_numbers = self._lease_numbers
