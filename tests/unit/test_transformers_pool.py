@@ -1,6 +1,6 @@
 """Column ranges of the transformers connector's L1 pool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from hicache.protocol.messages import Scope
 from hicache_client.connectors.transformers.pool import (
+    SETTLE_BUDGET_S,
     ColumnPool,
     Range,
     Resident,
@@ -25,13 +26,9 @@ ANY = Scope()
 @dataclass
 class Transfer:
     finished: bool = False
-    waits: int = 0
-    ends_when_waited: bool = False
 
     def wait(self, timeout_s: float) -> bool:
-        self.waits += 1
-        self.finished |= self.ends_when_waited
-        return self.finished
+        raise AssertionError("a pool looks at all of its transfers, it waits for no single one")
 
 
 def tokens(*ids: int) -> Tokens:
@@ -105,13 +102,77 @@ def test_range_under_a_transfer_is_kept_until_it_ends() -> None:
     assert taken(pool, 10).start == 0
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_eviction_waits_for_a_store_within_bounds(ends) -> None:
-    pool = ColumnPool(50)
-    held, store = taken(pool, 50), Transfer(ends_when_waited=ends)
-    pool.park(held, (Resident(tokens(1), 0, ANY, 1, [store]),))
-    assert (pool.allocate(50) is not None) == ends
-    assert store.waits == 1
+@dataclass
+class Clock:
+    """Time that passes only where somebody sleeps; `ends` says when a transfer is over."""
+
+    seconds: float = 0.0
+    ends: dict[float, Transfer] = field(default_factory=dict)
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        for at, transfer in self.ends.items():
+            transfer.finished |= self.seconds >= at
+
+    def pool(self, columns: int, settle_timeout_s: float = 10.0) -> ColumnPool:
+        return ColumnPool(columns, settle_timeout_s, now=self.now, sleep=self.sleep)
+
+
+def park(pool: ColumnPool, size: int, token: int, *transfers: Transfer) -> None:
+    held = taken(pool, size)
+    pool.park(held, (Resident(tokens(token), held.start, ANY, 1, list(transfers)),))
+
+
+def test_nothing_is_waited_for_while_a_settled_sequence_can_go() -> None:
+    clock = Clock()
+    pool = clock.pool(90)
+    stores = [Transfer(), Transfer(finished=True), Transfer()]
+    for token, store in enumerate(stores):  # the oldest is still read
+        park(pool, 30, token, store)
+    assert taken(pool, 30).start == 30
+    assert clock.seconds == 0
+    assert pool.best(tokens(0), ANY) is not None
+    assert pool.best(tokens(2), ANY) is not None
+
+
+@pytest.mark.parametrize(("timeout_s", "most_s"), [(10.0, SETTLE_BUDGET_S), (0.05, 0.05)])
+def test_transfers_that_do_not_end_cost_one_budget_together(timeout_s: float, most_s: float) -> None:
+    clock = Clock()
+    pool = clock.pool(80, timeout_s)
+    for token in range(8):
+        park(pool, 10, token, Transfer(), Transfer())
+    assert pool.allocate(80) is None
+    assert most_s <= clock.seconds < most_s + 0.01
+    assert all(pool.best(tokens(token), ANY) for token in range(8))  # still good for reuse
+
+
+def test_whichever_transfer_ends_first_makes_room() -> None:
+    late, soon, retired = Transfer(), Transfer(), Transfer()
+    clock = Clock(ends={0.05: soon, 0.1: retired})
+    pool = clock.pool(90)
+    park(pool, 30, 1, late)
+    park(pool, 30, 2, soon)
+    pool.retire(taken(pool, 30), [retired])
+    assert taken(pool, 30).start == 30
+    assert clock.seconds == pytest.approx(0.05, abs=0.005)
+    assert taken(pool, 30).start == 60
+    assert clock.seconds == pytest.approx(0.1, abs=0.005)
+    assert pool.best(tokens(1), ANY) is not None
+
+
+def test_no_wait_and_no_eviction_that_cannot_make_room() -> None:
+    clock = Clock()
+    pool = clock.pool(90)
+    park(pool, 30, 1)
+    taken(pool, 30)
+    park(pool, 30, 2, Transfer())
+    assert pool.allocate(60) is None
+    assert pool.allocate(91) is None
+    assert clock.seconds == 0
+    assert pool.best(tokens(1), ANY) is not None
 
 
 def test_dropped_idle_sequences_are_unknown() -> None:

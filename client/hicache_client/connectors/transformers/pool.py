@@ -9,7 +9,8 @@ until its columns are needed; a range under a transfer that outlived its request
                       \\-free-> FREE            IDLE -claim-> HELD
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,9 @@ import numpy.typing as npt
 from hicache.protocol.messages import Scope
 
 from .port import Handle
+
+SETTLE_BUDGET_S = 0.2  # what one request waits for transfers at most, before it runs without columns
+SETTLE_PAUSE_S = 1e-3
 
 Tokens = npt.NDArray[np.int32]
 
@@ -64,9 +68,18 @@ class Idle:
 class ColumnPool:
     """Hands out contiguous column ranges. Single-threaded; knows nothing of tensors."""
 
-    def __init__(self, columns: int, settle_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        columns: int,
+        settle_timeout_s: float = SETTLE_BUDGET_S,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`settle_timeout_s` lowers the time that an `allocate` may wait for transfers, SETTLE_BUDGET_S."""
         self.columns = columns
-        self._settle_timeout_s = settle_timeout_s
+        self._budget_s = min(settle_timeout_s, SETTLE_BUDGET_S)
+        self._now, self._sleep = now, sleep
         self._free: list[Range] = [Range(0, columns)]  # ascending, never adjacent
         self._idle: list[Idle] = []  # least recently used first
         self._busy: list[tuple[Range, tuple[Handle, ...]]] = []
@@ -76,20 +89,44 @@ class ColumnPool:
         return self.columns - sum(r.size for r in self._free) - sum(i.range.size for i in self._idle)
 
     def allocate(self, size: int) -> Range | None:
-        """A range of `size` columns, evicting idle sequences, oldest first; None if it can't be had."""
-        if size > self.columns:
-            return None
+        """A range of `size` columns, evicting idle sequences; None if it can't be had.
+
+        Those without a transfer go first, oldest first. Only when none is left are transfers waited for, all
+        of them together and within one budget; none is waited for that could not make enough room."""
         self._reap()
-        while True:
-            for piece in self._free:
-                if piece.size >= size:
-                    taken = Range(piece.start, size)
-                    piece.start, piece.size = piece.start + size, piece.size - size
-                    if not piece.size:
-                        self._free.remove(piece)
-                    return taken
-            if not self._evict_one():
+        if not self._could_fit(size):
+            return None
+        deadline = self._now() + self._budget_s
+        while (taken := self._take(size)) is None:
+            if self._evict_settled():
+                continue
+            if self._now() >= deadline:
                 return None
+            self._sleep(SETTLE_PAUSE_S)
+            self._reap()
+        return taken
+
+    def _take(self, size: int) -> Range | None:
+        for piece in self._free:
+            if piece.size >= size:
+                taken = Range(piece.start, size)
+                piece.start, piece.size = piece.start + size, piece.size - size
+                if not piece.size:
+                    self._free.remove(piece)
+                return taken
+        return None
+
+    def _could_fit(self, size: int) -> bool:
+        """Whether there is room once everything is given back that nobody holds."""
+        pieces = [*self._free, *(i.range for i in self._idle), *(held for held, _ in self._busy)]
+        start = end = 0
+        for piece in sorted(pieces, key=lambda r: r.start):
+            if piece.start != end:
+                start = piece.start
+            end = piece.end
+            if end - start >= size:
+                return True
+        return False
 
     def extend(self, held: Range, size: int) -> bool:
         """Grow `held` to `size` columns in place, if what follows it is free."""
@@ -164,14 +201,11 @@ class ColumnPool:
         for held, transfers in busy:
             self.retire(held, transfers)
 
-    def _evict_one(self) -> bool:
-        """Free the oldest idle range; a store that still reads it is waited for, within bounds."""
-        if not self._idle:
-            return False
-        idle = self._idle.pop(0)
-        transfers = [t for r in idle.residents for t in r.transfers]
-        for transfer in transfers:
-            if not transfer.finished:
-                transfer.wait(self._settle_timeout_s)
-        self.retire(idle.range, transfers)
-        return True
+    def _evict_settled(self) -> bool:
+        """Free the oldest idle range that no transfer reads; False if there is none."""
+        for idle in self._idle:
+            if idle.finished():
+                self._idle.remove(idle)
+                self.free(idle.range)
+                return True
+        return False
