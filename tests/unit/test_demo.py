@@ -15,7 +15,7 @@ from hicache_daemon.demo.engine import serve
 from hicache_daemon.demo.model import DemoImpossible, find_gguf
 from hicache_daemon.demo.processes import Child, DemoFailed, EngineProcess
 from hicache_daemon.demo.prompts import PRIMER, QUESTIONS, SYSTEM
-from hicache_daemon.demo.report import TITLES, case_of, complaints, print_report, to_json, with_ratios
+from hicache_daemon.demo.report import TITLES, Case, case_of, complaints, print_report, to_json, with_ratios
 
 EXPECTED = [{"tokens": [1, 2]}, {"tokens": [3]}, {"tokens": [4]}]
 
@@ -101,6 +101,16 @@ def test_table_shows_what_differs(capsys) -> None:
     assert all(title in out for title in TITLES.values())
     assert out.count("NO") == 1
     assert "10.0× faster than cold, 1.25× the time" in out
+
+
+def test_table_fits_eighty_columns(capsys) -> None:
+    print_report(
+        [Case(name, 12_476, 12_443, 12_464, 12_480, 12_477, 14_780.0, True, [], 1.0, 1.3) for name in TITLES]
+    )
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in lines if "12,476" in line]
+    assert len(rows) == len(TITLES)
+    assert max(map(len, rows)) <= 80
 
 
 def test_questions_differ_and_the_prompt_is_long() -> None:

@@ -38,13 +38,25 @@ def progress_line(text: str) -> None:
     typer.secho(text, dim=True, err=True)
 
 
-def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """A table on stdout; columns in `right` are aligned to the right. Wide enough for its content in a pipe."""
+def print_table(
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    *,
+    lines: bool = True,
+) -> None:
+    """A table on stdout; columns in `right` are aligned to the right. Wide enough for its content in a pipe.
+
+    `lines=False` leaves out the lines between columns: narrower."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=box.ROUNDED, title_justify="left", title_style="bold", header_style="bold cyan")
+    form = box.ROUNDED if lines else box.SIMPLE_HEAD
+    table = Table(title=title, box=form, title_justify="left", title_style="bold", header_style="bold cyan")
+    if not lines:
+        table.collapse_padding, table.pad_edge, table.show_edge = True, False, False
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in right else "left", overflow="fold")
     for row in rows:
