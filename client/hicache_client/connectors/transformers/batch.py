@@ -38,7 +38,8 @@ class Counters:
     stores: int = 0
     stores_failed: int = 0
     without_columns: int = 0  # requests that found no room in L1
-    unsupported_masks: int = 0  # right-padded or holed attention masks
+    unsupported_masks: int = 0  # right-padded or holed attention masks, or one that is not known
+    unsupported_modes: int = 0  # requests in training mode, under autocast, or without use_cache
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Context:
     pool: ColumnPool
     port: Port
     prefill: Callable[[Tokens], KeyValues]
+    inexact: Callable[[], bool]  # what the model computes now is not what its weights and dtype say
+    unchanged: Callable[[], bool]  # the weights are those that the daemon was told of
     l1_reuse: bool = True
     load_timeout_s: float = 10.0
     counters: Counters = field(default_factory=Counters)
@@ -230,6 +233,8 @@ class Batch:
                 break
 
     def _before_write(self, layer: int, begin: int) -> None:
+        if self.layers[layer].pooled and self.context.inexact():  # since the cache was made
+            self._leave_pool(layer)
         self.ready(layer)
         if self.prompt_stored and begin < self.width and not self._settled():
             self._leave_pool(layer)
@@ -240,7 +245,7 @@ class Batch:
         self.end_loads()
         if not self.prompt_stored and self.layers[layer].get_seq_length() >= self.width:
             self.prompt_stored = True
-            if self._pooled():
+            if self._pooled() and self.context.unchanged():
                 for row in self.rows:
                     self._store(row, row.prompt)
 
@@ -337,12 +342,15 @@ class Batch:
         self._finished = True
         length = min(layer.get_seq_length() for layer in self.layers)
         residents = []
-        if self._pooled() and not self._loading and self.prompt_stored and length >= self.width:
+        complete = self._pooled() and not self._loading and self.prompt_stored and length >= self.width
+        if complete and self.context.unchanged():
             for index, row in enumerate(self.rows):
                 tokens = row.prompt if sequences is None else _until_stop(sequences[index], row, stop_tokens)
                 tokens = tokens[: length - row.pad]
                 self._store(row, tokens)
                 residents.append(Resident(tokens, row.column, row.scope, row.offered_tokens, row.transfers))
+        for layer in self.layers:
+            layer.close()
         for row in self.rows:
             self._release(row)
         pending = [t for row in self.rows for t in (*row.transfers, *((row.load,) if row.load else ()))]

@@ -24,7 +24,7 @@ class HiCache(Cache):  # type: ignore[misc]
 
     Give it to one `model.generate(input_ids, past_key_values=cache)` with the `input_ids` it was made for,
     then call `finish(output)` so that the generated tokens are kept too; leaving the `with` block or dropping
-    the cache keeps the prompt only. It must not be used after that.
+    the cache keeps the prompt only. After that it shows nothing, and using it raises `RuntimeError`.
     """
 
     def __init__(self, batch: Batch, stop_tokens: frozenset[int]) -> None:
@@ -67,6 +67,7 @@ class HiCache(Cache):  # type: ignore[misc]
         """An ordinary cache with copies of the tensors: the columns have one owner."""
         copy = DynamicCache()
         for index, layer in enumerate(self.layers):
+            layer.check_open()
             self._batch.ready(index)
             copy.update(layer.keys.clone(), layer.values.clone(), index)
         return copy
@@ -75,9 +76,21 @@ class HiCache(Cache):  # type: ignore[misc]
 class UncachedCache(DynamicCache):  # type: ignore[misc]
     """What a request gets that hicache can't serve: an ordinary cache with the same few methods."""
 
-    def __init__(self, config: Any, rows: Sequence[Row]) -> None:
+    def __init__(self, config: Any, rows: Sequence[Row], forgetful: bool = False) -> None:
+        """`forgetful`: the call is expected to pass the whole sequence for every token (use_cache=False)."""
         super().__init__(config=config)
+        self._config = config
+        self._forgetful = forgetful
         self._lengths = tuple(len(row.prompt) for row in rows)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As of `Cache`. A forgetful cache starts anew when a forward brings all that it holds and one token
+        more; should the call use the cache nevertheless, its forwards bring that one token only."""
+        length = self.get_seq_length(layer_idx)
+        if self._forgetful and length and query_length == length + 1:
+            self.layers = DynamicCache(config=self._config).layers
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     @property
     def stats(self) -> tuple[RowStats, ...]:

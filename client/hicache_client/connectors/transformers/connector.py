@@ -1,9 +1,11 @@
 """`HiCacheConnector`: a transformers model on the CPU, with its KV cache in hicache."""
 
+import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +27,30 @@ from .layer import Frame, PoolLayer, PoolTensors
 from .pool import ColumnPool, Tokens
 from .port import DaemonPort, Port
 from .spec import UnsupportedModel, describe_model, pool_layout
+from .weights import WeightsWatch
 
 log = logging.getLogger("hicache.transformers")
 
+
+# Fields of a model's own generation config that choose another cache or another way of decoding than the one
+# that `generate` is asked for.
+_SET_ASIDE = (
+    "assistant_early_exit",
+    "cache_config",
+    "cache_implementation",
+    "constraints",
+    "diversity_penalty",
+    "dola_layers",
+    "force_words_ids",
+    "is_assistant",
+    "low_memory",
+    "max_cache_len",
+    "max_length",
+    "num_beam_groups",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+)
 
 OpenPort = Callable[[ModelSpec, L1Layout], tuple[Port, Any]]  # the second is the L1 pool's writable buffer
 
@@ -64,7 +87,8 @@ class HiCacheConnector:
     - `pool_tokens`: columns of the L1 pool: prompts, generated tokens and padding of everything running, and
       of finished sequences for as long as there is room.
     - `page_tokens`: prefix granularity P; prompts share whole pages.
-    - `revision`: identifies the weights; None hashes all of them at start and again when one changed.
+    - `revision`: identifies the weights; None hashes all of them at start and again when one changed. With a
+      name given, changed weights run uncached: the name is no longer true of them.
     - `l1_reuse`: finished sequences stay in L1 and are continued in place or copied.
     - `unsupported`: "error" raises `UnsupportedModel` for a model that hicache can't carry, "uncached" runs it
       on ordinary caches.
@@ -99,7 +123,8 @@ class HiCacheConnector:
         self.counters = Counters()
         self.spec: ModelSpec | None = None
         self._context: Context | None = None
-        self._weights = self._weights_version()
+        self._warned: set[str] = set()
+        self._closed = False
         try:
             self._connect()
         except UnsupportedModel as error:
@@ -127,11 +152,19 @@ class HiCacheConnector:
 
         `input_ids` [rows, width], left-padded where `attention_mask` is 0. All rows resume at one column, that
         of the shortest hit; `generate` of this class lets each row keep its own. Columns for `max_new_tokens`
-        are held; a longer generation goes on in tensors of its own.
+        are held; a longer generation goes on in tensors of its own. Without a mask there is no padding: ids
+        for which transformers would infer some run uncached, and so does a model with `use_cache=False`.
         """
-        rows, batch = self._open(input_ids, attention_mask, max_new_tokens, self._scope_of(salt, lora))
+        forgetful = self.model.generation_config.use_cache is False
+        rows, batch = self._rows(input_ids, attention_mask, self._scope_of(salt, lora)), None
+        if rows is None or (attention_mask is None and self._mask_is_inferred(input_ids)):
+            rows = self._masked(input_ids)
+        elif forgetful:
+            self._uncached("the model's generation config says use_cache=False")
+        else:
+            batch = self._open(rows, input_ids.shape[1], max_new_tokens)
         if batch is None:
-            return UncachedCache(self._text_config(), rows)
+            return UncachedCache(self._text_config(), rows, forgetful)
         batch.begin(uniform=True)
         return HiCache(batch, self._stop_tokens(None))
 
@@ -156,7 +189,8 @@ class HiCacheConnector:
         """`model.generate` with the cache around it: each row computes only what it lacks itself.
 
         `input_ids` [rows, width], left-padded where `attention_mask` is 0. The sampling parameters and
-        `stopping_criteria`, `streamer` are those of transformers; None takes the model's generation config.
+        `stopping_criteria`, `streamer` are those of transformers; None takes the model's generation config, of
+        which other ways of decoding, other caches and `max_length` are set aside.
         """
         start_s = time.perf_counter()
         config = self._generation_config(
@@ -170,12 +204,16 @@ class HiCacheConnector:
             output_logits=output_logits or None,
             return_dict_in_generate=True,
         )
-        rows, batch = self._open(input_ids, attention_mask, max_new_tokens, self._scope_of(salt, lora))
+        rows, batch = self._rows(input_ids, attention_mask, self._scope_of(salt, lora)), None
+        if rows is None:
+            rows = self._masked(input_ids)
+        else:
+            batch = self._open(rows, input_ids.shape[1], max_new_tokens)
         cache: HiCache | UncachedCache = UncachedCache(self._text_config(), rows)
         if batch is not None and self._prefill_rows(batch):
             cache = HiCache(batch, self._stop_tokens(config))
         first = _FirstToken()
-        with cache:
+        with cache, self._own_config_aside():
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
@@ -195,6 +233,10 @@ class HiCacheConnector:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let stores end, then the session. Caches handed out before must not be used any more."""
+        self._closed = True
+        self._disconnect(timeout_s)
+
+    def _disconnect(self, timeout_s: float = 10.0) -> None:
         if self._context is not None:
             self._context.flush(timeout_s)
             self._context.port.close()
@@ -209,7 +251,10 @@ class HiCacheConnector:
     # ---- inside -------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self.spec = describe_model(self.model, self._page_tokens, self._revision)
+        try:
+            self.spec = describe_model(self.model, self._page_tokens, self._revision)
+        finally:
+            self._watch = WeightsWatch(self.model)  # a model that was refused is looked at again when it changed
         port, buffer = self._open_port(self.spec, pool_layout(self.spec, self._pool_tokens))
         self._context = Context(
             page_tokens=self._page_tokens,
@@ -218,24 +263,62 @@ class HiCacheConnector:
             pool=ColumnPool(self._pool_tokens, self._load_timeout_s),
             port=port,
             prefill=self._prefix_kv,
+            inexact=lambda: self.model.training or torch.is_autocast_enabled(self.model.device.type),
+            unchanged=self._watch.unchanged,
             l1_reuse=self._l1_reuse,
             load_timeout_s=self._load_timeout_s,
             counters=self.counters,
         )
 
-    def _open(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, max_new_tokens: int, scope: Scope
-    ) -> tuple[list[Row], Batch | None]:
+    def _rows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, scope: Scope) -> list[Row] | None:
+        """The prompts without their padding; None if the mask is not one of left padding."""
         pads = _left_padding(input_ids, attention_mask)
         if pads is None:
-            self.counters.unsupported_masks += 1
-            return [Row(tokens, 0, scope) for tokens in rows_of(input_ids, [0] * len(input_ids))], None
+            return None
         tokens = rows_of(input_ids, pads)
-        rows = [Row(np.ascontiguousarray(t), pad, scope) for t, pad in zip(tokens, pads, strict=True)]
+        return [Row(np.ascontiguousarray(t), pad, scope) for t, pad in zip(tokens, pads, strict=True)]
+
+    def _masked(self, input_ids: torch.Tensor) -> list[Row]:
+        """Rows of a request whose mask can't be served, for its stats only."""
+        self.counters.unsupported_masks += 1
+        return [Row(tokens, 0, self._scope) for tokens in rows_of(input_ids, [0] * len(input_ids))]
+
+    def _open(self, rows: list[Row], width: int, max_new_tokens: int) -> Batch | None:
+        mode = self._inexact_mode()
+        if mode is not None:
+            self._uncached(mode)
+            return None
         self._follow_weights()
-        if self._context is None:
-            return rows, None
-        return rows, open_batch(self._context, rows, input_ids.shape[1], max_new_tokens)
+        return None if self._context is None else open_batch(self._context, rows, width, max_new_tokens)
+
+    def _uncached(self, reason: str) -> None:
+        self.counters.unsupported_modes += 1
+        self._warn_once(reason)
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("running uncached: %s (said once)", reason)
+
+    def _inexact_mode(self) -> str | None:
+        """Why what the model computes now is not what its weights and dtype say; None if it is."""
+        if torch.is_autocast_enabled(self.model.device.type):
+            return "autocast is enabled, so keys and values are not computed in the model's own dtype"
+        if any(module.training for module in self.model.modules()):
+            return "the model is in training mode, call model.eval()"
+        return None
+
+    def _mask_is_inferred(self, input_ids: torch.Tensor) -> bool:
+        """Would transformers, given no mask, take the padding token's places in these ids for padding?"""
+        config = self.model.generation_config
+        pad = config.pad_token_id
+        if pad is None or pad in self._stop_tokens(None) or not bool((input_ids == pad).any()):
+            return False
+        self._warn_once(
+            f"a prompt without attention_mask contains the padding token {pad}, which transformers takes for "
+            "padding. Pass the attention_mask to cache() and to model.generate()"
+        )
+        return True
 
     def _prefill_rows(self, batch: Batch) -> bool:
         """Bring every row to its last token, one by one where that computes fewer tokens than all at once.
@@ -302,31 +385,45 @@ class HiCacheConnector:
         return Scope(salt=self._scope.salt if salt is None else salt, lora=self._scope.lora if lora is None else lora)
 
     def _generation_config(self, **given: Any) -> GenerationConfig:
-        config = GenerationConfig.from_dict(self.model.generation_config.to_dict())
-        config.max_length = config.cache_implementation = config.prompt_lookup_num_tokens = None
+        config = copy.deepcopy(self.model.generation_config)
+        for name in _SET_ASIDE:
+            if hasattr(config, name):
+                setattr(config, name, None)
         config.num_beams = config.num_return_sequences = 1
+        config.use_cache = True
         if not given["do_sample"]:  # sampling parameters of the model's own config would only be warned about
             config.temperature = config.top_k = config.top_p = None
         config.update(**{key: value for key, value in given.items() if value is not None})
         return config
 
+    @contextmanager
+    def _own_config_aside(self) -> Iterator[None]:
+        """transformers fills what is None in a given generation config from the model's own: give it none."""
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
     def _stop_tokens(self, config: GenerationConfig | None) -> frozenset[int]:
         eos = (config or self.model.generation_config).eos_token_id
         return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
-    def _weights_version(self) -> int:
-        """Grows with every in-place change of a parameter that torch knows of (not through `.data`)."""
-        return sum(0 if p.is_inference() else p._version for p in self.model.parameters())
-
     def _follow_weights(self) -> None:
-        if self._revision is not None or self._context is None:
+        if self._closed or self._watch.unchanged():
             return
-        version = self._weights_version()
-        if version != self._weights:
-            log.warning("the model's weights changed: hashing them again, nothing of the old ones is reused")
-            self._weights = version
-            self.close()
-            self._connect()
+        self._disconnect()
+        self.spec = None
+        try:
+            if self._revision is not None:
+                self._watch = WeightsWatch(self.model)
+                log.warning("the weights changed under the given revision %r: running uncached", self._revision)
+            else:
+                log.warning("the model's weights changed: hashing them again, nothing of the old ones is reused")
+                self._connect()
+        except UnsupportedModel as error:
+            log.warning("running uncached: %s", error)
 
 
 def _opener(runtime_dir: str | Path | None, tenant: str) -> OpenPort:

@@ -1,7 +1,8 @@
 """One layer of the cache: a strided view of the L1 pool that waits for its fence before it is used.
 
 POOLED -update-> POOLED                 keys and values are views; new columns are written in place
-   \\-beam search, other batch size, no columns left, late load-> PRIVATE   ordinary growing tensors
+   \\-beam search, other batch size or dtype, no columns left, late load-> PRIVATE   ordinary growing tensors
+POOLED, PRIVATE -close-> CLOSED         shows nothing, and raises when it is to be used again
 """
 
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.index = index
         self.pooled = True
+        self.closed = False
         self._frame = frame
         self._pool_keys = tensors.all[index, 0]
         self._pool_values = tensors.all[index, 1]
@@ -106,6 +108,19 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]
             self.pooled = False
             self.keys, self.values = self.keys.clone(), self.values.clone()
 
+    def close(self) -> None:
+        """The columns belong to others from now on: show none, and take none."""
+        self.keys, self.values = self.keys[..., :0, :], self.values[..., :0, :]
+        self.closed = True
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if this layer is closed."""
+        if self.closed:
+            raise RuntimeError(
+                "this cache is finished, and its columns may belong to another sequence. "
+                "Make a new one with connector.cache(input_ids): it finds what this one kept"
+            )
+
     def get_seq_length(self) -> int:
         """Columns shown: the resumed prefix counts before the first update."""
         return int(self.keys.shape[-2])
@@ -114,13 +129,16 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [rows, heads, n, dim]; returns all keys and values [rows, heads, length, dim]."""
+        self.check_open()
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         self._before_write(self.index, begin)
         rows = self.keys.shape[0]
         if key_states.shape[0] != rows and key_states.shape[0] % rows == 0:
             self.batch_repeat_interleave(key_states.shape[0] // rows)
-        if self.pooled and (end > self._frame.capacity or key_states.dtype != self.dtype):
+        # Under autocast keys may keep the pool's dtype where values don't.
+        exact = key_states.dtype == self.dtype == value_states.dtype
+        if self.pooled and (end > self._frame.capacity or not exact):
             self.leave_pool()
         if not self.pooled:
             self.keys = torch.cat([self.keys, key_states.to(self.keys.dtype)], dim=-2)
@@ -135,22 +153,26 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam search: rows change places, so the layer leaves the pool."""
+        self.check_open()
         self._before_write(self.index, self.get_seq_length())
         self.leave_pool()
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.check_open()
         self._before_write(self.index, self.get_seq_length())
         self.leave_pool()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.check_open()
         self._before_write(self.index, self.get_seq_length())
         self.leave_pool()
         super().batch_select_indices(indices)
 
     def reset(self) -> None:
         """Forget all columns."""
+        self.check_open()
         self._before_write(self.index, 0)
         self.leave_pool()
         self.keys, self.values = self.keys[..., :0, :], self.values[..., :0, :]

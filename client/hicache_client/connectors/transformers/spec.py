@@ -124,12 +124,27 @@ def _refuse_other_layers(config: Any) -> None:
         raise _refuse("latent attention (kv_lora_rank) in all layers is not carried yet")
 
 
+def _refuse_other_inputs(model: PreTrainedModel) -> None:
+    """Keys and values that depend on more than token ids would be served for other images or sounds."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse("the decoder's cache depends on what the encoder was given, not on its tokens alone")
+    parts = {*(getattr(config, "sub_configs", None) or {}), "vision_config", "audio_config"} - {"text_config"}
+    present = sorted(name for name in parts if getattr(config, name, None) is not None)
+    if present:
+        raise _refuse(
+            f"this is a multimodal model ({', '.join(present)}), and this connector identifies a prefix by its "
+            "token ids, which are the same for every image or sound"
+        )
+
+
 def describe_model(model: PreTrainedModel, page_tokens: int, revision: str | None = None) -> ModelSpec:
     """The model as the daemon sees it. Costs one forward of one token, and `weights_digest` unless
     `revision` is given. Raises `UnsupportedModel` naming the layers that stand in the way."""
     if model.device.type != "cpu":
         raise _refuse(f"the model is on {model.device}, and this connector's L1 pool is CPU memory")
     config = model.config.get_text_config(decoder=True)
+    _refuse_other_inputs(model)
     _refuse_other_layers(config)
     layers = _probe(model, config)
     shapes = {(k.shape[1], k.shape[3], v.shape[3], k.dtype, v.dtype) for k, v in layers}
