@@ -162,3 +162,27 @@ def test_many_loads_at_once(daemon: DaemonProcess) -> None:
         pool.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_transfers_unanswered_when_we_hang_up_settle(tmp_path: Path, dropped: bool) -> None:
+    """The daemon finds them in its queue together with the end of their session."""
+    with DaemonProcess(tmp_path) as daemon:
+        pool = SharedPool(layout().pool_bytes)
+        client = Client(options(daemon, request_timeout_s=0.3), model(), layout(), ShardSpec(), pool)
+        assert client.connect(SAFETY_S)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            handle = client.store(PROMPT[: PAGES * PAGE_TOKENS * 4], 0, FIRST)
+            assert handle is not None
+            if dropped:
+                del client
+            else:
+                client.close()
+            assert handle.failed
+            assert not handle.settled  # the daemon may still come to it
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert handle.wait_settled(time.monotonic() + SAFETY_S)
+        assert daemon.process.poll() is None  # it said so, not its death
+        pool.close()
