@@ -1,9 +1,12 @@
 """Memory that an engine shares with the daemon: anonymous files with a size that nobody can change."""
 
+import errno
 import fcntl
 import mmap
 import os
 import weakref
+
+from hicache_client.memory import memory_bound
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by Python 3.11's mmap
 PAGE_BYTES = 4096
@@ -26,12 +29,16 @@ class SharedPool:
     """An engine's L1 pool: `buffer` to work in, `fd` to hand out. Freed when the last mapping goes."""
 
     def __init__(self, size_bytes: int, *, pretouch: bool = False) -> None:
-        """Raises `ValueError` for a size below 1, `OSError` when memory is short.
+        """Raises `ValueError` for a size below 1, `OSError` (ENOMEM) when the machine or the cgroup has less.
 
         `pretouch` takes the pages now (3 µs each) instead of at their first use.
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes must be positive, got {size_bytes}")
+        bound = memory_bound()
+        if size_bytes > bound.bytes:  # touching it would have the kernel kill the engine
+            text = f"an L1 pool of {size_bytes:,} bytes is more than the {bound.bytes:,} bytes left of {bound.what}"
+            raise OSError(errno.ENOMEM, text)
         self.size_bytes = size_bytes
         self.fd = sealed_memfd("hicache-l1", size_bytes)
         try:

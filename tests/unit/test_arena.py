@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hicache.base.errors import ErrorCode, HiCacheError
-from hicache_daemon.arena import CHUNK_BYTES, PAGE_BYTES, Arena, memory_bound
+from hicache_client.memory import memory_bound
+from hicache_daemon.arena import CHUNK_BYTES, PAGE_BYTES, Arena
 
 
 def quiet(ready: int, total: int) -> None:

@@ -1,5 +1,6 @@
 """The client's shared memory: pool.py, fences.py."""
 
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -167,3 +168,11 @@ def test_a_closed_area_still_shows_the_end_of_its_copies() -> None:
     over = True
     assert second.settled
     assert not second.terminal
+
+
+def test_a_pool_beyond_the_memory_is_an_error_and_not_the_end_of_the_engine() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"more than the .* bytes left of") as caught:
+        SharedPool(1 << 46)
+    assert caught.value.errno == errno.ENOMEM
+    assert len(os.listdir("/proc/self/fd")) == before
