@@ -284,11 +284,14 @@ class HiCacheConnector:
         return [Row(tokens, 0, self._scope) for tokens in rows_of(input_ids, [0] * len(input_ids))]
 
     def _open(self, rows: list[Row], width: int, max_new_tokens: int) -> Batch | None:
-        mode = self._inexact_mode()
-        if mode is not None:
-            self._uncached(mode)
+        if torch.is_autocast_enabled(self.model.device.type):
+            self._uncached("autocast is enabled, so keys and values are not computed in the model's own dtype")
             return None
-        self._follow_weights()
+        if not self.model.training:  # else each step of an optimizer would have them hashed again
+            self._follow_weights()
+        if self.model.training or self._watch.training():
+            self._uncached("the model is in training mode, call model.eval()")
+            return None
         return None if self._context is None else open_batch(self._context, rows, width, max_new_tokens)
 
     def _uncached(self, reason: str) -> None:
@@ -299,14 +302,6 @@ class HiCacheConnector:
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning("running uncached: %s (said once)", reason)
-
-    def _inexact_mode(self) -> str | None:
-        """Why what the model computes now is not what its weights and dtype say; None if it is."""
-        if torch.is_autocast_enabled(self.model.device.type):
-            return "autocast is enabled, so keys and values are not computed in the model's own dtype"
-        if any(module.training for module in self.model.modules()):
-            return "the model is in training mode, call model.eval()"
-        return None
 
     def _mask_is_inferred(self, input_ids: torch.Tensor) -> bool:
         """Would transformers, given no mask, take the padding token's places in these ids for padding?"""
