@@ -14,6 +14,26 @@ CREDENTIAL_BYTES = 4096
 TEXT_CHARS = 256
 
 
+def read_credential(tenant: str, path: Path) -> bytes:
+    """The credential in a tenant's file, without the white space around it. Raises `HiCacheError(CONFIG)`."""
+    key = f"tenants.{tenant}.credential_file"
+    try:
+        credential = path.read_bytes().strip()
+    except OSError as error:
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"{key}: cannot read {path}: {error.strerror}",
+            "make it a file that the daemon's user may read, mode 0600",
+        ) from error
+    if not 0 < len(credential) <= CREDENTIAL_BYTES:
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"{key}: {path} must hold 1 to {CREDENTIAL_BYTES} bytes, it has {len(credential)}",
+            f"make one with: (umask 077; openssl rand -hex 32 > {path})",
+        )
+    return credential
+
+
 class Tenants:
     """Names and credentials. Empty: any name, no credential."""
 
@@ -24,20 +44,7 @@ class Tenants:
     @classmethod
     def from_files(cls, files: Mapping[str, Path | None]) -> "Tenants":
         """Read the credential files. Raises `HiCacheError(CONFIG)`."""
-        credentials: dict[str, bytes | None] = {}
-        for name, path in files.items():
-            try:
-                credentials[name] = None if path is None else path.read_bytes().strip()
-            except OSError as error:
-                raise HiCacheError(
-                    ErrorCode.CONFIG, f"tenants.{name}.credential_file: cannot read {path}: {error.strerror}"
-                ) from error
-            if path is not None and not 0 < len(credentials[name] or b"") <= CREDENTIAL_BYTES:
-                raise HiCacheError(
-                    ErrorCode.CONFIG,
-                    f"tenants.{name}.credential_file: {path} must hold 1 to {CREDENTIAL_BYTES} bytes",
-                )
-        return cls(credentials)
+        return cls({name: None if path is None else read_credential(name, path) for name, path in files.items()})
 
     def check(self, tenant: str, credential: str) -> None:
         """Raise `HiCacheError(DENIED)` unless the credential opens this tenant.

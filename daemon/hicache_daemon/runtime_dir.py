@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from hicache.base.errors import ErrorCode, HiCacheError
+from hicache_daemon.folders import why_unusable
 
 CONTROL_NAME = "control.sock"
 LIFELINE_NAME = "lifeline.sock"
@@ -42,7 +43,8 @@ class RuntimeDir:
         _check_length(path / LIFELINE_NAME)
         try:
             path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            _check_ownership(path)
+            if _check_ownership(path) & 0o027:
+                path.chmod(0o750)  # group may not write, others nothing: sockets in it are then as private
             lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
         except OSError as error:
             raise HiCacheError(
@@ -67,6 +69,20 @@ class RuntimeDir:
             (self.path / name).unlink(missing_ok=True)
 
 
+def check_usable(path: Path) -> None:
+    """Raise `HiCacheError(CONFIG)` for what `claim` would refuse at any time; changes and locks nothing."""
+    _check_length(path / LIFELINE_NAME)
+    if os.path.lexists(path):
+        _check_ownership(path)
+    reason = why_unusable(path)
+    if reason:
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"server.runtime_dir {path} is not usable: {reason}",
+            "set server.runtime_dir to a directory that this user may create and write",
+        )
+
+
 def _check_length(path: Path) -> None:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise HiCacheError(
@@ -76,18 +92,22 @@ def _check_length(path: Path) -> None:
         )
 
 
-def _check_ownership(path: Path) -> None:
+def _check_ownership(path: Path) -> int:
+    """The mode of a directory that is ours."""
     info = os.stat(path, follow_symlinks=False)
     if not stat.S_ISDIR(info.st_mode):
-        raise HiCacheError(ErrorCode.CONFIG, f"server.runtime_dir {path} is not a directory (or is a link)")
+        raise HiCacheError(
+            ErrorCode.CONFIG,
+            f"server.runtime_dir {path} is not a directory (or is a link)",
+            "remove it, or set server.runtime_dir to another directory",
+        )
     if info.st_uid != os.getuid():
         raise HiCacheError(
             ErrorCode.CONFIG,
             f"server.runtime_dir {path} belongs to uid {info.st_uid}, this daemon runs as {os.getuid()}",
             "remove it, or set server.runtime_dir to another directory",
         )
-    if info.st_mode & 0o027:
-        path.chmod(0o750)  # group may not write, others nothing: sockets in it are then as private
+    return info.st_mode
 
 
 def _lock(lock_fd: int, path: Path) -> None:

@@ -53,10 +53,15 @@ def filesystem_of(path: Path, mountinfo: str | None = None) -> str:
     return found
 
 
+def why_unsafe(kind: str) -> str:
+    """Why a filesystem of this type is known to break the store; "" if it is not."""
+    return _UNSAFE.get(kind) or ("its semantics depend on the FUSE server" if kind.startswith("fuse") else "")
+
+
 def check_filesystem(path: Path, allow_unsafe: bool) -> str:
     """The filesystem's type. Raises `HiCacheError(STORE)` for one that is known to break the store."""
     kind = filesystem_of(path)
-    reason = _UNSAFE.get(kind) or ("its semantics depend on the FUSE server" if kind.startswith("fuse") else "")
+    reason = why_unsafe(kind)
     if reason and not allow_unsafe:
         raise HiCacheError(
             ErrorCode.STORE,

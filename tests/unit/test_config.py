@@ -3,8 +3,9 @@
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,9 @@ from hicache_daemon.config.settings import (
 from hicache_daemon.config.source import StrictLoader
 
 ROOT = Path(__file__).parents[2]
-BIG = HostFacts(memory_limit=1 << 46, memory_available=1 << 46, cores=64)
-ENV = {"HICACHE_RUNTIME_DIR": "/run/hicache"}
+BIG = HostFacts(memory_limit=1 << 46, memory_available=1 << 46, cores=64, filesystem=lambda path: "ext4")
+RUNTIME_DIR = Path(tempfile.gettempdir()) / "hicache-of-test-config"  # never made; any user may
+ENV = {"HICACHE_RUNTIME_DIR": str(RUNTIME_DIR)}
 
 
 def load(
@@ -68,7 +70,7 @@ def write(tmp_path: Path):
 def test_defaults_need_nothing() -> None:
     loaded = load()
     assert loaded.settings.l2.size == 1 << 30
-    assert loaded.settings.server.runtime_dir == Path("/run/hicache")
+    assert loaded.settings.server.runtime_dir == RUNTIME_DIR
     assert loaded.settings.to_limits() == Limits()
     assert loaded.origins["l2.size"].kind == "default"
     assert loaded.origins["server.runtime_dir"].where == "HICACHE_RUNTIME_DIR"
@@ -300,6 +302,79 @@ def test_secrets_that_others_can_read_are_refused(tmp_path: Path) -> None:
     assert load(overrides=[f"identity.secret_file={secret}"]).warnings == ()
 
 
+@pytest.mark.parametrize("content", [b"", b" \n"])
+def test_a_credential_file_must_hold_a_credential(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "credential"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    (error,) = errors_of(overrides=[f"tenants.acme.credential_file={path}"])
+    assert "1 to 4096 bytes" in error.message
+    assert "openssl" in error.remedy
+
+
+def test_a_secret_of_another_length_is_told_before_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(bytes(31))
+    path.chmod(0o600)
+    (error,) = errors_of(overrides=[f"identity.secret_file={path}"])
+    assert error.key == "identity.secret_file"
+    assert error.message.startswith(f"{path} must hold exactly 32 random bytes")
+    assert f"/dev/urandom > {path}" in error.remedy
+
+
+def test_the_folder_of_the_sockets_must_be_ours_to_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for name, word in (("file", "not a directory"), ("file/below", "not a folder")):
+        (error,) = errors_of(overrides=[f"server.runtime_dir={tmp_path}/{name}"])
+        assert error.key == "server.runtime_dir"
+        assert word in error.message
+        assert error.remedy
+    assert load(overrides=[f"server.runtime_dir={tmp_path}/new/deep"]).warnings == ()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "run").stat().st_uid + 1)
+    (error,) = errors_of(overrides=[f"server.runtime_dir={tmp_path}/run"])
+    assert "belongs to uid" in error.message
+
+
+def test_a_folder_that_may_not_be_written_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    l3 = ["l3.enabled=true", f"l3.path={tmp_path}/a/b"]
+    found = errors_of(overrides=[*l3, f"server.runtime_dir={tmp_path}/run"])
+    assert {error.key for error in found} == {"l3.path", "server.runtime_dir"}
+    assert all(f"may not write in {tmp_path}" in error.message and error.remedy for error in found)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "overlay", "fuse.sshfs"])
+def test_a_disk_tier_on_a_filesystem_that_the_store_refuses(tmp_path: Path, kind: str) -> None:
+    host = replace(BIG, filesystem=lambda path: kind)
+    (error,) = errors_of(overrides=["l3.enabled=true", f"l3.path={tmp_path}/new"], host=host)
+    assert error.key == "l3.path"
+    assert f"is on {kind}" in error.message
+    assert "local disk" in error.remedy
+
+
+def test_a_disk_tier_in_memory_is_warned_about(tmp_path: Path) -> None:
+    ok = [f"l3.path={tmp_path}", "l3.enabled=true", "l3.size=16MiB", "l3.min_free=0"]
+    (warning,) = load(overrides=ok, host=replace(BIG, filesystem=lambda path: "tmpfs")).warnings
+    assert warning.key == "l3.path"
+    assert "tmpfs" in warning.message
+    assert load(overrides=ok, host=replace(BIG, filesystem=lambda path: "")).warnings == ()
+
+
+def test_a_lost_or_bad_secret_beside_the_disk_tier_is_told_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    l3 = ["l3.enabled=true", f"l3.path={tmp_path}"]
+    assert "is gone" in errors_of(overrides=l3)[0].message
+    (tmp_path / "secret").write_text("short")
+    assert "must hold" in errors_of(overrides=l3)[0].message
+    (tmp_path / "secret").write_text("ab" * 32 + "\n")
+    (tmp_path / "secret").chmod(0o600)
+    assert load(overrides=l3).settings.l3.path == tmp_path
+
+
 def test_a_check_is_silent_about_keys_that_are_already_wrong() -> None:
     (error,) = errors_of(overrides=["l2.size=9XB", "l2.parent=2GiB"])
     assert error.key == "l2.size"
@@ -358,7 +433,8 @@ def test_demo_yaml_is_valid() -> None:
 
 def test_multi_tenant_yaml_lacks_nothing_but_its_secrets_and_huge_pages() -> None:
     found = errors_of(ROOT / "configs/multi-tenant.yaml")
-    assert {error.key for error in found} - {"l2.hugepages"} == {
+    # Huge pages are the machine's affair; whether this user may write in /run and /var/lib is, too.
+    assert {error.key for error in found} - {"l2.hugepages", "server.runtime_dir", "l3.path"} == {
         "identity.secret_file",
         "tenants.search.credential_file",
         "tenants.support.credential_file",

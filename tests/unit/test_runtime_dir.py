@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hicache.base.errors import ErrorCode, HiCacheError
-from hicache_daemon.runtime_dir import RuntimeDir
+from hicache_daemon.runtime_dir import RuntimeDir, check_usable
 
 
 def test_is_created_private_and_cleared_of_stale_sockets(tmp_path: Path) -> None:
@@ -43,8 +43,10 @@ def test_what_is_not_a_directory_of_ours_is_refused(tmp_path: Path, kind: str) -
     else:
         (tmp_path / "elsewhere").mkdir()
         path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HiCacheError, match="runtime_dir"):
-        RuntimeDir.claim(path)
+    for act in (RuntimeDir.claim, check_usable):
+        with pytest.raises(HiCacheError, match="runtime_dir") as caught:
+            act(path)
+        assert caught.value.remedy
 
 
 def test_a_path_too_long_for_a_socket_is_named_before_anything_is_made(tmp_path: Path) -> None:

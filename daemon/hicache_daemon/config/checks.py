@@ -2,26 +2,35 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from hicache.base.errors import HiCacheError
 from hicache.base.ids import TOKEN_BYTES
 from hicache.base.units import approx_size, format_duration, format_size
+from hicache.store.medium import filesystem_of, why_unsafe
+from hicache_daemon.admission import read_credential
 from hicache_daemon.config.model import Settings
-from hicache_daemon.runtime_dir import CONTROL_NAME, LIFELINE_NAME, MAX_SOCKET_PATH_BYTES
+from hicache_daemon.folders import nearest_existing, why_unusable
+from hicache_daemon.runtime_dir import check_usable
+from hicache_daemon.secret import find_secret
 
 HUGEPAGE_BYTES = {"2MiB": 2 << 20, "1GiB": 1 << 30}
 TENANT_NAME_CHARS = 128
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What the machine allows, in bytes. `memory_limit` is the smaller of physical memory and the cgroup's."""
+    """What the machine allows, in bytes. `memory_limit` is the smaller of physical memory and the cgroup's;
+    `filesystem` tells the type of the file system below a path, "" if it is not known."""
 
     memory_limit: int
     memory_available: int
     cores: int
+    filesystem: Callable[[Path], str] = filesystem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +104,17 @@ def read_host() -> HostFacts:
     return HostFacts(total, available, len(os.sched_getaffinity(0)))
 
 
+def _refusal(key: str, act: Callable[[], object]) -> Iterator[Finding]:
+    """What a start would refuse, in its own words; they begin with the key, which a finding names by itself."""
+    try:
+        act()
+    except HiCacheError as error:
+        message = error.message.removeprefix(key).removeprefix(":").lstrip()
+        yield Finding(True, (key,), message, error.remedy)
+
+
 def _check_server(settings: Settings) -> Iterator[Finding]:
-    longest = max(len(os.fsencode(settings.server.runtime_dir / name)) for name in (CONTROL_NAME, LIFELINE_NAME))
-    if longest > MAX_SOCKET_PATH_BYTES:
-        yield Finding(
-            True,
-            ("server.runtime_dir",),
-            f"a socket in it would have a path of {longest} bytes, at most {MAX_SOCKET_PATH_BYTES}",
-            "choose a shorter folder, such as /run/hicache",
-        )
+    yield from _refusal("server.runtime_dir", lambda: check_usable(settings.server.runtime_dir))
 
 
 def _check_l2(settings: Settings, host: HostFacts) -> Iterator[Finding]:
@@ -165,7 +176,7 @@ def _check_hugepages(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _check_l3(settings: Settings) -> Iterator[Finding]:
+def _check_l3(settings: Settings, host: HostFacts) -> Iterator[Finding]:
     l3 = settings.l3
     if l3.enabled and l3.path is None:
         yield Finding(True, ("l3.enabled", "l3.path"), "the disk tier needs a folder", "set l3.path")
@@ -174,21 +185,39 @@ def _check_l3(settings: Settings) -> Iterator[Finding]:
             False, ("l3.path", "l3.enabled"), "is set, but the disk tier is off", "set l3.enabled to true to use it"
         )
     if l3.enabled and l3.path is not None:
-        folder = l3.path
-        if folder.exists() and not folder.is_dir():
-            yield Finding(True, ("l3.path",), f"{folder} is not a folder", "name a folder")
-            return
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        total = shutil.disk_usage(folder).total
-        if l3.size + l3.min_free > total:
-            yield Finding(
-                False,
-                ("l3.size", "l3.min_free", "l3.path"),
-                f"{format_size(l3.size)} and {format_size(l3.min_free)} to spare do not fit the "
-                f"{approx_size(total)} file system of {l3.path}",
-                "lower l3.size; otherwise the tier turns read-only before it is full",
-            )
+        yield from _check_l3_folder(settings, l3.path, host)
+
+
+def _check_l3_folder(settings: Settings, path: Path, host: HostFacts) -> Iterator[Finding]:
+    l3 = settings.l3
+    reason = why_unusable(path)
+    if reason:
+        remedy = "set l3.path to a folder on a local disk that the daemon's user may write"
+        yield Finding(True, ("l3.path",), reason, remedy)
+        return
+    kind = host.filesystem(path)
+    unsafe = why_unsafe(kind)
+    if unsafe:
+        remedy = "set l3.path to a folder on a local disk (ext4, xfs)"
+        yield Finding(True, ("l3.path",), f"{path} is on {kind}: {unsafe}", remedy)
+    elif kind in MEMORY_FILESYSTEMS:
+        yield Finding(
+            False,
+            ("l3.path",),
+            f"{path} is on {kind}, which is memory: it is not in l2.size, and gone after a reboot",
+            "set l3.path to a folder on a local disk (ext4, xfs), or turn the tier off and raise l2.size",
+        )
+    if settings.identity.secret_file is None:
+        yield from _refusal("l3.path", lambda: find_secret(None, path))
+    total = shutil.disk_usage(nearest_existing(path)).total
+    if l3.size + l3.min_free > total:
+        yield Finding(
+            False,
+            ("l3.size", "l3.min_free", "l3.path"),
+            f"{format_size(l3.size)} and {format_size(l3.min_free)} to spare do not fit the "
+            f"{approx_size(total)} file system of {l3.path}",
+            "lower l3.size; otherwise the tier turns read-only before it is full",
+        )
 
 
 def _check_limits(settings: Settings) -> Iterator[Finding]:
@@ -210,19 +239,29 @@ def _check_limits(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _check_secret(key: str, path: Path | None) -> Iterator[Finding]:
+def _check_secret(key: str, path: Path | None, read: Callable[[Path], object]) -> Iterator[Finding]:
+    """A file that only the daemon may read, and whose content `read` accepts."""
     if path is None:
         return
     if not path.is_file() or not os.access(path, os.R_OK):
         yield Finding(True, (key,), f"{path} is not a readable file", "create it, readable by the daemon alone")
     elif path.stat().st_mode & 0o077:
         yield Finding(True, (key,), f"{path} can be read by others", f"chmod 600 {path}")
+    else:
+        yield from _refusal(key, lambda: read(path))
 
 
 def check(settings: Settings, host: HostFacts) -> list[Finding]:
     """All findings, in the order of the sections."""
-    found = [*_check_server(settings), *_check_l2(settings, host), *_check_l3(settings), *_check_limits(settings)]
-    found += _check_secret("identity.secret_file", settings.identity.secret_file)
+    found = [
+        *_check_server(settings),
+        *_check_l2(settings, host),
+        *_check_l3(settings, host),
+        *_check_limits(settings),
+    ]
+    found += _check_secret(
+        "identity.secret_file", settings.identity.secret_file, lambda path: find_secret(path, None)
+    )
     for name, tenant in settings.tenants.items():
         if not 0 < len(name) <= TENANT_NAME_CHARS or "." in name:
             found.append(
@@ -233,5 +272,6 @@ def check(settings: Settings, host: HostFacts) -> list[Finding]:
                     "rename the tenant",
                 )
             )
-        found += _check_secret(f"tenants.{name}.credential_file", tenant.credential_file)
+        read = partial(read_credential, name)
+        found += _check_secret(f"tenants.{name}.credential_file", tenant.credential_file, read)
     return found

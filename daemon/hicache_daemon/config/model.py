@@ -130,8 +130,9 @@ class IdentitySettings(Section):
     """What makes page keys unforgeable."""
 
     secret_file: ConfigPath | None = None
-    """File of exactly 32 random bytes, mode 0600, that key the hash of every page. Daemons that are to share pages
-    need the same. Without it the daemon makes its own, kept beside the disk tier if there is one."""
+    """File of exactly 32 random bytes, or of 64 hex digits, mode 0600, that key the hash of every page; made with
+    `(umask 077; head -c 32 /dev/urandom > FILE)`. Daemons that are to share pages need the same. Without it the
+    daemon makes its own, kept beside the disk tier if there is one."""
 
 
 class TenantSettings(Section):
