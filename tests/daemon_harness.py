@@ -89,7 +89,16 @@ def int32(values: Sequence[int] | range) -> bytes:
 class DaemonProcess:
     """`hicached` with a configuration below `root`. A context manager: it is killed at the end."""
 
-    def __init__(self, root: Path, overrides: Sequence[str] = (), l3: bool = False, wait: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        overrides: Sequence[str] = (),
+        l3: bool = False,
+        wait: bool = True,
+        nofile: tuple[int, int] | None = None,
+    ) -> None:
+        """`nofile`: its limits of open files, soft and hard; None: as ours."""
+        self._nofile = nofile
         self.runtime_dir = root / "run"
         self.config = root / "hicache.yaml"
         self.log_path = root / "hicached.log"
@@ -108,6 +117,8 @@ class DaemonProcess:
         command += ["--config", str(self.config)]
         for override in self.overrides:
             command += ["--set", override]
+        if self._nofile is not None:
+            command = ["prlimit", "--nofile={}:{}".format(*self._nofile), "--", *command]
         with self.log_path.open("ab") as log:
             return subprocess.Popen(command, stderr=log, stdout=log)
 

@@ -1,9 +1,11 @@
 """Memory that a client lends: mapped only after it is sure that touching it cannot kill the daemon."""
 
+import ctypes
 import fcntl
 import mmap
 import os
 import stat
+import weakref
 
 import numpy as np
 
@@ -24,7 +26,7 @@ class ClientMemory:
         `fd` stays the caller's; `what` names the memory in errors."""
         _check(fd, size, what)
         try:
-            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._map = _Mapping(fd, size)
         except PermissionError as error:
             raise HiCacheError(
                 ErrorCode.BAD_SPEC, f"{what} is not writable: {error.strerror}", "open it for writing, unsealed"
@@ -35,7 +37,7 @@ class ClientMemory:
                 f"{what} of {size} bytes cannot be mapped: {error.strerror}",
                 "raise the daemon's address space limit (ulimit -v), or reserve more huge pages",
             ) from error
-        self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8, count=size)
+        self._bytes: Bytes | None = self._map.view()
 
     @property
     def bytes(self) -> Bytes:
@@ -47,6 +49,44 @@ class ClientMemory:
         """Unmap. Raises BufferError if a view is still alive somewhere: a bug, and better loud than a fault."""
         self._bytes = None
         self._map.close()
+
+
+class _Mapping:
+    """What mmap.mmap is, without the duplicate of the descriptor that it keeps: two per session would be spent on
+    nothing. Every view keeps the object behind it alive, and so is known here."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Raises OSError."""
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self._address, self._size = address, size
+        self._buffer: ctypes.Array[ctypes.c_ubyte] | None = (ctypes.c_ubyte * size).from_address(address)
+
+    def view(self) -> Bytes:
+        """All of it: uint8 of shape (size,)."""
+        assert self._buffer is not None
+        return np.ctypeslib.as_array(self._buffer)
+
+    def close(self) -> None:
+        """Unmap; raises BufferError while a view is alive. Idempotent."""
+        if self._buffer is not None:
+            alive = weakref.ref(self._buffer)
+            self._buffer = None
+            if (buffer := alive()) is not None:
+                self._buffer = buffer
+                raise BufferError("a view of the client's memory is still alive")
+        address, self._address = self._address, 0
+        if address and _libc.munmap(address, self._size):
+            raise OSError(ctypes.get_errno(), "munmap")
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _check(fd: int, size: int, what: str) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -22,6 +23,8 @@ from hicache_daemon.admin.describe import Describer
 from hicache_daemon.admission import Tenants
 from hicache_daemon.arena import Arena
 from hicache_daemon.config.settings import Settings
+from hicache_daemon.descriptors import raise_limit, sessions_that_fit
+from hicache_daemon.early_signals import handle_early_signals
 from hicache_daemon.front import Front
 from hicache_daemon.inbox import Inbox
 from hicache_daemon.lanes import CpuLane
@@ -61,6 +64,7 @@ def run(settings: Settings, config_source: ConfigSource | None = None) -> int:
     restart_tuned()
     gate = LevelGate(settings.server.log_level)
     log = make_log(gate, settings.server.log_format)
+    handle_early_signals(log)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         runtime = RuntimeDir.claim(settings.server.runtime_dir)
@@ -157,6 +161,7 @@ class _Builder:
     ) -> int:
         settings, log, clock = self._settings, self._log, MonotonicClock()
         loop, limits = asyncio.get_running_loop(), settings.to_limits()
+        limits = replace(limits, sessions=sessions_that_fit(raise_limit(), limits.sessions, log))
         boot_id = int.from_bytes(os.urandom(8), "little") or 1  # 0 means "none" on the wire
         life, sessions = Life(settings.server.drain), Sessions()
         front: Front
@@ -180,7 +185,7 @@ class _Builder:
         )
         # After the lane has its threads, before ZeroMQ starts its own: an answer needs both the loop and those.
         favoured = favour_thread()
-        server = Server(runtime.control, limits, lambda identity, frames: front.on_message(identity, frames))
+        server = Server(runtime.control, limits, lambda identity, frames: front.on_message(identity, frames), log)
         lifeline = Lifeline(
             runtime.lifeline,
             boot_id,

@@ -9,12 +9,14 @@ So each wake-up reads until the socket says EAGAIN, and each send looks at EVENT
 
 Sends never block and never queue here: libzmq's pipe of SEND_DEPTH messages per peer is the bounded outgoing
 queue. A peer that lets it fill up is told nothing more; `send` says so and its session is closed.
+Connections come in one by one, and only while descriptors are left: see descriptors.py.
 Frames beyond MAXMSGSIZE (twice the largest legal one, so that a moderately oversized message still gets a
 typed answer) cut the connection inside libzmq.
 """
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,10 +25,12 @@ from typing import Any
 import zmq
 
 from hicache.base.limits import Limits
+from hicache_daemon.descriptors import Door
 
 BATCH = 64  # messages per turn of the loop: threads' events get their turn in between
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
+BACKLOG = 100  # connections that wait at the door
 
 OnMessage = Callable[[bytes, list[bytes]], None]
 
@@ -42,8 +46,10 @@ class Sent(Enum):
 class Server:
     """Frames in, frames out; knows nothing of messages. All calls on the loop thread."""
 
-    def __init__(self, path: Path, limits: Limits, on_message: OnMessage) -> None:
+    def __init__(self, path: Path, limits: Limits, on_message: OnMessage, log: Any) -> None:
         """`on_message(identity, frames)` is called per message; it must not raise."""
+        self._log = log
+        self._door: Door | None = None
         self._path = path
         self._limits = limits
         self._on_message = on_message
@@ -55,7 +61,7 @@ class Server:
         self._draining = False
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind and start to read. Raises `zmq.ZMQError` if the path cannot be bound."""
+        """Bind and start to read. Raises `OSError` or `zmq.ZMQError` if the path cannot be bound."""
         sock, depth = self._socket, 4 * self._limits.requests_in_flight
         options = {
             zmq.LINGER: 0,
@@ -68,11 +74,13 @@ class Server:
         }
         for option, value in options.items():
             sock.setsockopt(option, value)
-        mask = os.umask(0o177)  # the socket file is ours alone, also if the directory is shared with a group
-        try:
-            sock.bind(f"ipc://{self._path}")
-        finally:
-            os.umask(mask)
+        hidden = self._path.with_name(self._path.name + ".new")
+        listener = _listen(hidden)
+        sock.setsockopt(zmq.USE_FD, listener)  # from the bind on libzmq's to close
+        sock.bind(f"ipc://{hidden}")
+        self._door = Door(listener, self._log)
+        hidden.rename(self._path)  # only now may anybody connect
+        self._door.open(loop)
         self._loop = loop
         self._fd = int(sock.getsockopt(zmq.FD))
         loop.add_reader(self._fd, self._drain)
@@ -100,6 +108,10 @@ class Server:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+            self._path.unlink(missing_ok=True)  # libzmq leaves the file of a listener that it was given
         self._socket.close(0)
         self._context.term()
 
@@ -136,3 +148,16 @@ class Server:
             if len(frames) < self._max_frames:
                 frames.append(frame)
         return identity, frames
+
+
+def _listen(path: Path) -> int:
+    """A listening socket's descriptor; the file is ours alone, also if the directory is shared with a group."""
+    path.unlink(missing_ok=True)
+    mask = os.umask(0o177)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:
+            sock.bind(str(path))
+            sock.listen(BACKLOG)
+            return sock.detach()
+    finally:
+        os.umask(mask)

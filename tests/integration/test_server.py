@@ -10,9 +10,11 @@ import uvloop
 import zmq
 
 from hicache.base.limits import Limits
+from hicache_daemon.log import LevelGate, make_log
 from hicache_daemon.server import Sent, Server
 
 SAFETY_S = 30.0
+LOG = make_log(LevelGate("critical"), "json")
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -58,7 +60,9 @@ def test_bursts_from_several_clients_are_all_answered(tmp_path: Path, kind: str)
 
     async def body() -> list[list[bytes]]:
         loop = asyncio.get_running_loop()
-        server = Server(path, Limits(), lambda identity, frames: answers.append(server.send(identity, frames[:1])))
+        server = Server(
+            path, Limits(), lambda identity, frames: answers.append(server.send(identity, frames[:1])), LOG
+        )
         answers: list[Sent] = []
         server.open(loop)
         assert os.stat(path).st_mode & 0o077 == 0
@@ -87,7 +91,7 @@ def test_a_client_that_reads_nothing_is_found_out_and_others_are_served(tmp_path
             sent = [server.send(identity, [b"y" * 65536]) for _ in range(count)]
             outcomes.setdefault(frames[0], []).extend(sent)
 
-        server = Server(path, limits, flood)
+        server = Server(path, limits, flood, LOG)
         server.open(loop)
         with zmq.Context() as context:
             deaf, fine = dealer(context, path), dealer(context, path)
@@ -111,7 +115,7 @@ def test_a_message_of_too_many_frames_is_cut_but_consumed_whole(tmp_path: Path) 
     got: list[list[bytes]] = []
 
     async def body() -> None:
-        server = Server(path, Limits(), lambda identity, frames: got.append(frames))
+        server = Server(path, Limits(), lambda identity, frames: got.append(frames), LOG)
         server.open(asyncio.get_running_loop())
         with zmq.Context() as context:
             sock = dealer(context, path)
