@@ -1,6 +1,7 @@
 """Start, second start, reload, drain, restart: the daemon as a supervisor sees it."""
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from hicache.base.errors import ErrorCode
+from hicache.protocol.fence import STATE_DONE, STATE_FAILED, WORD_GENERATION, WORD_STATE
 from hicache.protocol.messages import Accepted, Error, Lookup, Match, Store, Welcome
 from hicache_daemon.lifeline import MAX_UNBOUND
 from tests.daemon_harness import PAGE_TOKENS, SAFETY_S, DaemonProcess, RawClient, int32, tokens
@@ -66,6 +68,24 @@ def test_what_cannot_work_is_said_in_one_line_with_exit_1_or_2(tmp_path: Path, o
         assert complaint in daemon.log()
         assert "Traceback" not in daemon.log()
         assert not daemon.control.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_the_arena_is_touched_exits_0(tmp_path: Path, number: int) -> None:
+    starting = DaemonProcess(tmp_path, ["l2.size=3GiB"], wait=False)
+    starting.wait_event("arena.touched")
+    starting.signal(number)
+    assert starting.wait() == 0
+    assert not starting.events("daemon.ready")
+    assert starting.events("daemon.stopped")
+
+
+def test_a_reload_while_the_arena_is_touched_is_ignored_and_said(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, ["l2.size=3GiB"], wait=False) as starting:
+        starting.wait_event("arena.touched")
+        starting.signal(signal.SIGHUP)
+        starting.wait_ready()
+        assert starting.events("reload.ignored")
 
 
 def test_the_service_manager_hears_ready_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +299,27 @@ def test_a_daemon_that_is_full_of_unbound_lifelines_still_serves_its_sessions(da
         assert daemon.describe()["lifelines"] == {"bound": 1, "unbound": MAX_UNBOUND}
         for sock in crowd:
             sock.close()
+
+
+def test_a_disk_folder_deleted_under_the_daemon_is_noticed_and_said(durable: DaemonProcess) -> None:
+    with RawClient(durable).open() as client:
+        client.store(tokens(2 * PAGE_TOKENS, seed=30), range(2))
+        shutil.rmtree(durable.config.parent / "l3")
+        durable.wait_event("store.mode")
+        (reason,) = durable.describe()["reasons"]
+        assert "folder is gone" in reason
+        client.store(tokens(2 * PAGE_TOKENS, seed=31), range(2))  # L2 goes on
+
+
+def test_a_store_that_a_paused_daemon_never_read_gets_its_last_word(daemon: DaemonProcess) -> None:
+    """On waking the daemon sees the hang-up before the queued request; the fence must not stay open."""
+    with RawClient(daemon).open() as client:
+        daemon.signal(signal.SIGSTOP)
+        slot, generation = client.new_fence()
+        data = tokens(2 * PAGE_TOKENS, seed=40)
+        client.send(Store(2 * PAGE_TOKENS, 0, (2,), slot, generation), (data, int32(range(2))))
+        client.hang_up()
+        daemon.signal(signal.SIGCONT)
+        daemon.wait_event("session.dropped")
+        assert client.fences[slot, WORD_STATE] in (STATE_FAILED, STATE_DONE)
+        assert client.fences[slot, WORD_GENERATION] == generation
