@@ -4,6 +4,7 @@ Renew on purpose with `UPDATE_GOLDEN=1 pytest tests/golden/test_cli_json.py`.
 """
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.golden.shapes import check_golden
 
 
 def run(*args: str) -> Any:
-    env = {"HICACHE_RUNTIME_DIR": "/nonexistent/hicache"}
+    env = {"HICACHE_RUNTIME_DIR": str(Path(tempfile.gettempdir()) / "hicache-of-test-golden")}
     return json.loads(CliRunner().invoke(app, [*args, "--json"], env=env).stdout)
 
 

@@ -44,8 +44,8 @@ def test_every_module_is_in_it(wheel: zipfile.ZipFile) -> None:
 
 def test_commands_and_base_requirements(wheel: zipfile.ZipFile) -> None:
     scripts = _member(wheel, "entry_points.txt")
-    assert "hicache = hicache_daemon.cli.app:main" in scripts
-    assert "hicached = hicache_daemon.cli.app:serve_main" in scripts
+    assert "hicache = hicache_daemon.entry:main" in scripts
+    assert "hicached = hicache_daemon.entry:serve_main" in scripts
     meta = Parser().parsestr(_member(wheel, "METADATA"))
     base = {line.split(">")[0] for line in meta.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert base == {"pyzmq", "msgspec"}

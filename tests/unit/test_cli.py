@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ from typer.testing import CliRunner
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache_client import probe
+from hicache_daemon import entry
 from hicache_daemon.bench.report import Case, report
-from hicache_daemon.cli.app import app, serve_app
+from hicache_daemon.cli.app import app, main, serve_app, serve_main
 from hicache_daemon.cli.output import fact_rows, show_value
 from hicache_daemon.cli.reference import commands
 
 ROOT = Path(__file__).parents[2]
+NOWHERE = str(Path(tempfile.gettempdir()) / "hicache-of-test-cli")  # never made; any user may
 runner = CliRunner()
 
 
 def invoke(*args: str) -> Any:
-    return runner.invoke(app, list(args), env={"HICACHE_RUNTIME_DIR": "/nonexistent/hicache", "COLUMNS": "200"})
+    return runner.invoke(app, list(args), env={"HICACHE_RUNTIME_DIR": NOWHERE, "COLUMNS": "200"})
 
 
 def document(result: Any) -> dict[str, Any]:
@@ -65,6 +68,77 @@ def test_no_command_and_unknown_commands_are_usage_errors() -> None:
     assert invoke("sevre").exit_code == 2
     assert invoke("status", "--jsn").exit_code == 2
     assert invoke("status", "--timeout", "x").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "args"),
+    [
+        (main, ["sevre", "--json"]),
+        (main, ["status", "--jsn", "--json"]),
+        (main, ["status", "--timeout", "x", "--json"]),
+        (serve_main, ["--bogus", "--json"]),
+    ],
+)
+def test_a_usage_error_is_json_too(
+    run: Any, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hicache", *args])
+    with pytest.raises(SystemExit) as end:
+        run()
+    assert end.value.code == 2
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == ["schema_version", "error"]
+    assert data["error"]["code"] == "usage"
+    assert data["error"]["message"]
+
+
+@pytest.mark.parametrize(("args", "code"), [(["config", "schema", "--json"], 0), (["config", "schema"], 0)])
+def test_the_entry_point_exits_as_its_command_says(
+    args: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hicache", *args])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == code
+    assert "lease_ttl" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["hicache", "status", "--runtime-dir", NOWHERE, "--json"])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_hicached_has_help_and_a_version(option: str) -> None:
+    shown = runner.invoke(serve_app, [option])
+    assert shown.exit_code == 0
+    assert "foreground" in shown.stdout
+    assert re.fullmatch(r"hicache \d+\.\d+\.\d+\S*\n", runner.invoke(serve_app, ["--version"]).stdout)
+
+
+@pytest.mark.parametrize("command", ["main", "serve_main"])
+@pytest.mark.parametrize("missing", ["typer", "numpy"])
+def test_a_base_install_says_what_it_lacks(command: str, missing: str) -> None:
+    """In a fresh interpreter that cannot import one of the daemon's modules."""
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['hicache', *sys.argv[1:]]\n"
+        f"from hicache_daemon import entry; entry.{command}()"
+    )
+    args = ["serve"] if command == "main" else []
+    for as_json in ([], ["--json"]):
+        command_line = [sys.executable, "-c", code, *args, "--set", "l2.size=1MiB", *as_json]
+        env = {"HICACHE_RUNTIME_DIR": NOWHERE}
+        done = subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False, env=env)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        said = json.loads(done.stdout)["error"]["remedy"] if as_json else done.stderr
+        assert "install hicache[daemon]" in said
+
+
+def test_a_module_missing_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hicache_daemon.cli.app", None)
+    with pytest.raises(ModuleNotFoundError):
+        entry.main()
 
 
 # ---- config
@@ -128,6 +202,15 @@ def test_serve_with_a_bad_configuration_exits_2(target: Any) -> None:
     assert "l3.enabled" in result.stderr
     data = json.loads(runner.invoke(target, [*args, "--set", "l2.size=8", "--json"]).stdout)
     assert data["valid"] is False
+
+
+@pytest.mark.parametrize("args", [["config", "check"], ["config", "show"], ["serve"]])
+def test_a_bad_configuration_has_one_shape(args: list[str]) -> None:
+    data = document(invoke(*args, "--set", "l2.size=8", "--json"))
+    assert list(data) == ["schema_version", "error", "valid", "source", "errors"]
+    assert data["error"]["code"] == "config"
+    assert data["error"]["message"] == "1 configuration error"
+    assert [error["key"] for error in data["errors"]] == ["l2.size"]
 
 
 # ---- status and inspect
@@ -254,6 +337,40 @@ def test_bench_keeps_stdout_for_figures(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "a step" in result.stderr
     assert document(result) == json.loads(out.read_text())
     assert re.search(r"l2_to_l1_page16 +│ +9 +│ GB/s", invoke("bench", "index", "--quick").stdout)
+
+
+@pytest.mark.parametrize(("name", "word"), [("none/x.json", "no folder"), ("", "is a folder")])
+def test_a_report_that_cannot_be_written_is_told_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, word: str
+) -> None:
+    class Fake:
+        @staticmethod
+        def run(quick: bool, progress: Any) -> list[Case]:
+            raise AssertionError("measured")
+
+    monkeypatch.setitem(sys.modules, "hicache_daemon.bench.index", Fake)  # type: ignore[arg-type]
+    result = invoke("bench", "index", "--out", str(tmp_path / name), "--json")
+    assert result.exit_code == 2
+    assert word in document(result)["error"]["message"]
+    assert "--out" in invoke("bench", "index", "--out", str(tmp_path / name)).stderr
+
+
+def test_a_report_that_fails_to_be_written_still_shows_its_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "report.json"
+
+    class Fake:
+        @staticmethod
+        def run(quick: bool, progress: Any) -> list[Case]:
+            out.mkdir()  # something took the name meanwhile
+            return [Case("match_32k", 12.0, "µs")]
+
+    monkeypatch.setitem(sys.modules, "hicache_daemon.bench.index", Fake)  # type: ignore[arg-type]
+    result = invoke("bench", "index", "--out", str(out), "--json")
+    assert result.exit_code == 1
+    assert document(result)["cases"][0]["value"] == 12.0
+    assert "cannot write" in result.stderr
 
 
 # ---- rendering

@@ -1,13 +1,14 @@
 """`hicache bench index | copy | control`: figures of this machine, each beside what the machine allows."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hicache_daemon.cli.options import JsonOption
-from hicache_daemon.cli.output import emit, print_table, progress_line
+from hicache_daemon.cli.output import EXIT_FAILURE, EXIT_USAGE, emit, fail, print_table, progress_line
 
 app = typer.Typer(no_args_is_help=True, help="Measure. Progress goes to stderr, the figures to stdout.")
 
@@ -22,14 +23,36 @@ def _run(name: str, quick: bool, out: Path | None, as_json: bool) -> None:
 
     from hicache_daemon.bench.report import report
 
+    _check_out(out, as_json)
     module = importlib.import_module(f"hicache_daemon.bench.{name}")
     data = report(name, module.run(quick, progress_line))
-    if out is not None:
-        out.write_text(json.dumps(data, indent=2) + "\n")
     if as_json:
         emit(data)
     else:
         _table(data)
+    if out is None:
+        return
+    try:
+        out.write_text(json.dumps(data, indent=2) + "\n")
+    except OSError as error:  # the figures are on stdout already; a disk may fill while they are measured
+        typer.secho(f"hicache: cannot write {out}: {error.strerror}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _check_out(out: Path | None, as_json: bool) -> None:
+    """A report that could not be written is told before minutes are spent on it."""
+    if out is None:
+        return
+    where = out if out.exists() else out.parent
+    if out.is_dir():
+        reason = "it is a folder"
+    elif not where.exists():
+        reason = f"there is no folder {where}"
+    elif not os.access(where, os.W_OK):
+        reason = f"{where} may not be written"
+    else:
+        return
+    fail("usage", f"--out {out}: {reason}", "name a file in a folder that exists", as_json, EXIT_USAGE)
 
 
 def _number(value: float | None) -> str:

@@ -46,11 +46,14 @@ def load(config: Path | None, overrides: list[str] | None, as_json: bool) -> "Lo
     try:
         return load_settings(config, overrides or ())
     except ConfigErrors as error:
+        count = len(error.errors)
+        sum_up = f"{count} configuration error{'s' * (count > 1)}"
         if as_json:
-            emit({"valid": False, "source": str(config) if config else None, "errors": error_items(error.errors)})
+            head = {"code": "config", "message": sum_up, "remedy": "see `errors`: each has a remedy of its own"}
+            source = str(config) if config else None
+            emit({"error": head, "valid": False, "source": source, "errors": error_items(error.errors)})
         else:
             for item in error.errors:
                 typer.secho(str(item), fg=typer.colors.RED, err=True)
-            count = len(error.errors)
-            typer.secho(f"{count} configuration error{'s' * (count > 1)}", fg=typer.colors.RED, bold=True, err=True)
+            typer.secho(sum_up, fg=typer.colors.RED, bold=True, err=True)
         raise typer.Exit(EXIT_USAGE) from None

@@ -23,10 +23,15 @@ def emit(data: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def error_document(code: str, message: str, remedy: str) -> None:
+    """Print a failure as JSON."""
+    emit({"error": {"code": code, "message": message, "remedy": remedy}})
+
+
 def fail(code: str, message: str, remedy: str = "", as_json: bool = False, exit_code: int = EXIT_FAILURE) -> NoReturn:
     """End the command with one clear line and what to do about it."""
     if as_json:
-        emit({"error": {"code": code, "message": message, "remedy": remedy}})
+        error_document(code, message, remedy)
     else:
         line = f"hicache: {message}" + (f"; {remedy}" if remedy else "")
         typer.secho(line, fg=typer.colors.RED, err=True)
