@@ -93,6 +93,23 @@ def test_other_process_other_namespace(model, daemon, request) -> None:
         assert whole(model, third, ids)[2][0].recomputed == 60
 
 
+def test_a_tenant_with_a_credential_is_served_and_one_without_runs_uncached(model, tmp_path) -> None:
+    credential = tmp_path / "credential"
+    credential.write_text("sesame\n")
+    credential.chmod(0o600)
+    (tmp_path / "hicache.yaml").write_text(f"tenants:\n  alice:\n    credential_file: {credential}\n")
+    ids = prompt(60)
+    with DaemonProcess(tmp_path) as guarded:
+        with connect(model, guarded, "", tenant="alice", credential="sesame") as alice:
+            whole(model, alice, ids)
+            assert whole(model, alice, ids)[2][0].tokens_l2 == 48
+        with connect(model, guarded, "", tenant="alice", credential="guess") as mallory:
+            assert not mallory.connected
+            got = whole(model, mallory, ids)
+            assert got[2][0].recomputed == 60
+            assert agree(got, expected(model, ids))
+
+
 def test_no_daemon_is_said_once_and_served_in_process(model, tmp_path, caplog) -> None:
     ids = prompt(60)
     with caplog.at_level(logging.INFO), HiCacheConnector(model, runtime_dir=tmp_path, pool_tokens=512) as connector:

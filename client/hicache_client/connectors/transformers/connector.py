@@ -83,6 +83,7 @@ class HiCacheConnector:
     """Serves the KV cache of one model in this process. Use it from one thread.
 
     - `runtime_dir`: where the daemon listens; None takes the client's default.
+    - `credential`: the tenant's, if the daemon's configuration lists tenants; read it from a file, not from code.
     - `tenant`, `salt`, `lora`: who may share with whom; `lora` is the adapter's content digest or unique id.
     - `pool_tokens`: columns of the L1 pool: prompts, generated tokens and padding of everything running, and
       of finished sequences for as long as there is room.
@@ -101,6 +102,7 @@ class HiCacheConnector:
         *,
         runtime_dir: str | Path | None = None,
         tenant: str = "default",
+        credential: str = "",
         salt: str = "",
         lora: str = "",
         pool_tokens: int = 8192,
@@ -118,7 +120,7 @@ class HiCacheConnector:
         self._revision = revision
         self._page_tokens, self._pool_tokens = page_tokens, pool_tokens
         self._l1_reuse, self._load_timeout_s = l1_reuse, load_timeout_s
-        self._open_port = open_port or _opener(runtime_dir, tenant)
+        self._open_port = open_port or _opener(runtime_dir, tenant, credential)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.counters = Counters()
         self.spec: ModelSpec | None = None
@@ -186,7 +188,7 @@ class HiCacheConnector:
         salt: str | None = None,
         lora: str | None = None,
     ) -> GenerateResult:
-        """`model.generate` with the cache around it: each row computes only what it lacks itself.
+        """`model.generate` with the cache around it, greedy by default: each row computes only what it lacks itself.
 
         `input_ids` [rows, width], left-padded where `attention_mask` is 0. The sampling parameters and
         `stopping_criteria`, `streamer` are those of transformers; None takes the model's generation config, of
@@ -421,10 +423,11 @@ class HiCacheConnector:
             log.warning("running uncached: %s", error)
 
 
-def _opener(runtime_dir: str | Path | None, tenant: str) -> OpenPort:
+def _opener(runtime_dir: str | Path | None, tenant: str, credential: str) -> OpenPort:
     options = ClientOptions(
         runtime_dir=None if runtime_dir is None else Path(runtime_dir),
         tenant=tenant,
+        credential=credential,
         engine=f"transformers {transformers.__version__}",
     )
 
