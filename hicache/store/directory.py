@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.store import medium
+from hicache.store.health import Health
 from hicache.store.record import FORMAT_VERSION, Seal
 
 FORMAT = "hicache-l3"
@@ -167,3 +168,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def look_for_files(directory: StoreDirectory, frames_fd: int, index_fd: int, health: Health) -> None:
+    """Turn the store off if its files were deleted or replaced under it.
+
+    What is written to such a file no later start can find, and the disk it takes nobody can see."""
+    if health.off:
+        return
+    for path, fd in ((directory.frames, frames_fd), (directory.index / "data.mdb", index_fd)):
+        ours = os.fstat(fd)
+        try:
+            there = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        except OSError:  # a failing medium says nothing of whether it is there; reads and writes will tell
+            continue
+        if not ours.st_nlink or there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            health.turn_off(f"folder is gone: {path} was deleted or replaced; restart the daemon")
+            return

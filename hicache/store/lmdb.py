@@ -26,7 +26,7 @@ import numpy as np
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.store import medium
 from hicache.store.base import Bytes, Log, RecordId, RecordMeta, RecordStatus, StoredRow, StoreStats
-from hicache.store.directory import StoreDirectory, claim, sync_directory
+from hicache.store.directory import StoreDirectory, claim, look_for_files, sync_directory
 from hicache.store.extents import Extent
 from hicache.store.health import Health
 from hicache.store.quarantine import SetAside, pack_entry
@@ -204,6 +204,7 @@ class LmdbStore:
 
     def tend(self) -> None:
         with self._writer:
+            look_for_files(self._dir, self._segment.fd, self._index_fd, self._health)
             if self._health.mode == "ro" and self._can_write():
                 self._health.recovered()
             if self._health.mode == "rw" and (self._touched or self._owed_deletes):

@@ -47,6 +47,11 @@ class SegmentFile:
         self._page = bytearray(PAGE_BYTES)
 
     @property
+    def fd(self) -> int:
+        """Still this object's: to look at, not to close."""
+        return self._fd
+
+    @property
     def end_bytes(self) -> int:
         return self._end
 
