@@ -30,6 +30,7 @@ from hicache_daemon.descriptors import Door
 BATCH = 64  # messages per turn of the loop: threads' events get their turn in between
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
+MIN_DEPTH = 4 * BATCH  # replies: a turn of the loop may write BATCH of them before libzmq's thread sends one
 BACKLOG = 100  # connections that wait at the door
 
 OnMessage = Callable[[bytes, list[bytes]], None]
@@ -62,7 +63,7 @@ class Server:
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Bind and start to read. Raises `OSError` or `zmq.ZMQError` if the path cannot be bound."""
-        sock, depth = self._socket, 4 * self._limits.requests_in_flight
+        sock, depth = self._socket, max(4 * self._limits.requests_in_flight, MIN_DEPTH)
         options = {
             zmq.LINGER: 0,
             zmq.ROUTER_MANDATORY: 1,  # else a full or missing pipe swallows replies without a word

@@ -11,7 +11,7 @@ import zmq
 
 from hicache.base.limits import Limits
 from hicache_daemon.log import LevelGate, make_log
-from hicache_daemon.server import Sent, Server
+from hicache_daemon.server import BATCH, Sent, Server
 
 SAFETY_S = 30.0
 LOG = make_log(LevelGate("critical"), "json")
@@ -128,3 +128,25 @@ def test_a_message_of_too_many_frames_is_cut_but_consumed_whole(tmp_path: Path) 
     asyncio.run(asyncio.wait_for(body(), SAFETY_S))
     assert len(got[0]) == 2 + Limits().buffers + 1
     assert got[1] == [b"next"]
+
+
+def test_a_turn_full_of_answers_finds_room_however_few_credits_there_are(tmp_path: Path) -> None:
+    """The loop answers a batch before libzmq's thread may send anything: who reads must not look deaf for that."""
+    path = tmp_path / "control.sock"
+    outcomes: list[Sent] = []
+
+    async def body() -> None:
+        def answer(identity: bytes, frames: list[bytes]) -> None:
+            outcomes.extend(server.send(identity, [b"y"]) for _ in range(2 * BATCH))
+
+        server = Server(path, Limits(requests_in_flight=1), answer, LOG)
+        server.open(asyncio.get_running_loop())
+        with zmq.Context() as context:
+            sock = dealer(context, path)
+            sock.send(b"go")
+            await until(lambda: outcomes)
+            sock.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(body(), SAFETY_S))
+    assert outcomes == [Sent.OK] * 2 * BATCH
