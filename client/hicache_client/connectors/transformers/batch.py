@@ -266,8 +266,9 @@ class Batch:
     def _settled(self) -> bool:
         """True once no store reads these columns any more (waits, within the load timeout)."""
         pending = [t for row in self.rows for t in row.transfers if not t.finished]
+        deadline_s = time.monotonic() + self.context.load_timeout_s
         for transfer in pending:
-            transfer.wait(self.context.load_timeout_s)
+            transfer.wait(max(0.0, deadline_s - time.monotonic()))
         return all(t.finished for t in pending)
 
     def _recompute(self, row: Row, layer: int) -> None:
