@@ -137,12 +137,15 @@ def test_a_turn_full_of_answers_finds_room_however_few_credits_there_are(tmp_pat
 
     async def body() -> None:
         def answer(identity: bytes, frames: list[bytes]) -> None:
-            outcomes.extend(server.send(identity, [b"y"]) for _ in range(2 * BATCH))
+            outcomes.extend(server.send(identity, [b"y" * 65536]) for _ in range(2 * BATCH))
 
         server = Server(path, Limits(requests_in_flight=1), answer, LOG)
         server.open(asyncio.get_running_loop())
         with zmq.Context() as context:
-            sock = dealer(context, path)
+            sock = context.socket(zmq.DEALER)
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.setsockopt(zmq.RCVHWM, 1)  # so that hardly anything leaves meanwhile
+            sock.connect(f"ipc://{path}")
             sock.send(b"go")
             await until(lambda: outcomes)
             sock.close()
