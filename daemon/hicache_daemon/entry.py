@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 # The modules of the extra `daemon`. Any other module that is missing is a bug and keeps its traceback.
-_DAEMON = frozenset("lmdb numpy psutil pydantic rich structlog typer uvloop xxhash yaml".split())
+_DAEMON = frozenset(["lmdb", "numpy", "psutil", "pydantic", "rich", "structlog", "typer", "uvloop", "xxhash", "yaml"])
 
 
 def main() -> None:
