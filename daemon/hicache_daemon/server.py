@@ -24,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from hicache.base.errors import HiCacheError
 from hicache.base.limits import Limits
 from hicache_daemon.descriptors import Door
 
@@ -79,9 +80,13 @@ class Server:
         listener = _listen(hidden)
         sock.setsockopt(zmq.USE_FD, listener)  # from the bind on libzmq's to close
         sock.bind(f"ipc://{hidden}")
-        self._door = Door(listener, self._log)
+        try:
+            self._door = Door(listener, self._log)
+        except HiCacheError as error:  # another libzmq: better a daemon that a flood can end than none
+            self._log.warning("control.no_door", reason=error.message, remedy=error.remedy)
         hidden.rename(self._path)  # only now may anybody connect
-        self._door.open(loop)
+        if self._door is not None:
+            self._door.open(loop)
         self._loop = loop
         self._fd = int(sock.getsockopt(zmq.FD))
         loop.add_reader(self._fd, self._drain)
@@ -109,10 +114,10 @@ class Server:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
+            self._path.unlink(missing_ok=True)  # libzmq leaves the file of a listener that it was given
         if self._door is not None:
             self._door.close()
             self._door = None
-            self._path.unlink(missing_ok=True)  # libzmq leaves the file of a listener that it was given
         self._socket.close(0)
         self._context.term()
 

@@ -9,6 +9,7 @@ import pytest
 import uvloop
 import zmq
 
+from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.base.limits import Limits
 from hicache_daemon.log import LevelGate, make_log
 from hicache_daemon.server import BATCH, Sent, Server
@@ -153,3 +154,29 @@ def test_a_turn_full_of_answers_finds_room_however_few_credits_there_are(tmp_pat
 
     asyncio.run(asyncio.wait_for(body(), SAFETY_S))
     assert outcomes == [Sent.OK] * 2 * BATCH
+
+
+def test_a_libzmq_without_an_epoll_set_serves_without_a_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(fd: int) -> tuple[int, int]:
+        raise HiCacheError(ErrorCode.INTERNAL, "the listener is in no epoll set", "use another libzmq")
+
+    monkeypatch.setattr("hicache_daemon.descriptors._registration", nowhere)
+    path = tmp_path / "control.sock"
+
+    def client() -> list[bytes]:
+        with zmq.Context() as context, dealer(context, path) as sock:
+            sock.send_multipart([b"hello"])
+            assert sock.poll(int(SAFETY_S * 1000))
+            return sock.recv_multipart()
+
+    async def body() -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        server = Server(path, Limits(), lambda identity, frames: server.send(identity, frames) and None, LOG)
+        server.open(loop)
+        try:
+            return await loop.run_in_executor(None, client)
+        finally:
+            server.close()
+
+    assert asyncio.run(body()) == [b"hello"]
+    assert not path.exists()
