@@ -105,6 +105,7 @@ class DaemonProcess:
         self.overrides = ["l2.size=16MiB", f"server.runtime_dir={self.runtime_dir}", "server.log_format=json"]
         if l3:
             self.overrides += ["l3.enabled=true", f"l3.path={root / 'l3'}", "l3.size=64MiB", "l3.min_free=0"]
+            self.overrides += ["l3.allow_unsafe_fs=true"]  # checkouts live in containers too
         self.overrides += overrides
         if not self.config.exists():
             self.config.write_text("server: {}\n")

@@ -100,7 +100,7 @@ def _lay_foundation(settings: Settings, log: Any) -> tuple[bytes, Tenants, LmdbS
     secret = load_secret(settings.identity.secret_file, l3_path)
     store: LmdbStore | None = None
     if l3_path is not None:
-        options = LmdbOptions(min_free_bytes=settings.l3.min_free)
+        options = LmdbOptions(min_free_bytes=settings.l3.min_free, allow_unsafe_fs=settings.l3.allow_unsafe_fs)
         store = LmdbStore.open(l3_path / RECORDS_NAME, settings.l3.size, options, secret, log)
     try:
         threads = min(TOUCH_THREADS, len(os.sched_getaffinity(0)))

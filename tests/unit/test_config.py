@@ -354,6 +354,8 @@ def test_a_disk_tier_on_a_filesystem_that_the_store_refuses(tmp_path: Path, kind
     assert error.key == "l3.path"
     assert f"is on {kind}" in error.message
     assert "local disk" in error.remedy
+    allowed = ["l3.enabled=true", f"l3.path={tmp_path}/new", "l3.allow_unsafe_fs=true"]
+    assert f"is on {kind}" in load(overrides=allowed, host=host).warnings[0].message
 
 
 def test_a_disk_tier_in_memory_is_warned_about(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _check_l3_folder(settings: Settings, path: Path, host: HostFacts) -> Iterato
     unsafe = why_unsafe(kind)
     if unsafe:
         remedy = "set l3.path to a folder on a local disk (ext4, xfs)"
-        yield Finding(True, ("l3.path",), f"{path} is on {kind}: {unsafe}", remedy)
+        yield Finding(not l3.allow_unsafe_fs, ("l3.path",), f"{path} is on {kind}: {unsafe}", remedy)
     elif kind in MEMORY_FILESYSTEMS:
         yield Finding(
             False,

@@ -85,6 +85,9 @@ class L3Settings(Section):
     min_free: Annotated[Size, size_between(0, 1024 * TIB)] = Field(default=GIB, json_schema_extra=HOT)
     """Free space on the file system below which the tier stops writing; reads go on."""
 
+    allow_unsafe_fs: bool = False
+    """Also open the tier on NFS or overlayfs, where a crash may lose it or worse; for trials in containers."""
+
 
 class LimitsSettings(Section):
     """Hard bounds. At a bound a client gets a typed error or `busy`, never a growing queue."""
