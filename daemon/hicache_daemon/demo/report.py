@@ -109,7 +109,7 @@ def print_report(cases: Sequence[Case]) -> None:
         )
         for c in cases
     ]
-    title = "Tokens by where they came from; TTFT is the median; same: the output equals (f)"
+    title = "Tokens by where they came from; TTFT: median; same: output equals (f)"
     print_table(title, headers, rows, right=tuple(range(1, 8)), lines=False)
     print("* transformers' own reuse: a DynamicCache of the system prompt, kept in the process")
     l2 = next(c for c in cases if c.case == "l2")
