@@ -53,7 +53,7 @@ class CacheLoop:
         """Let the state decide, then do. Raises `LawBroken`, or whatever a bug raises: see `on_note`."""
         self.counters["events"] += 1
         dropped: list[DropSession] = []
-        for command in self.state.handle(event, self.clock.monotonic_s()):
+        for command in self._decide(event):
             if isinstance(command, DropSession):
                 dropped.append(command)  # after the replies of the same event: a Goodbye is answered
             else:
@@ -62,6 +62,16 @@ class CacheLoop:
             assert self.front is not None
             for drop in dropped:
                 self.front.drop(drop.session, drop.reason)
+
+    def _decide(self, event: Event) -> list[Command]:
+        """The state's commands. A bug may leave half an event applied: then the laws say whether to go on."""
+        try:
+            return self.state.handle(event, self.clock.monotonic_s())
+        except LawBroken:
+            raise
+        except Exception:  # raised again: `on_note` and the front report it
+            self.state.check()
+            raise
 
     def on_note(self, note: Note) -> None:
         """An event from a thread or a timer. Never raises: a bug is logged with its event and counted."""
@@ -72,7 +82,7 @@ class CacheLoop:
             self.feed(note)
         except LawBroken as error:
             self.crash(error)
-        except Exception:
+        except Exception:  # a bug met by one event: the story is logged, the laws were checked, the others go on
             self.counters["internal_errors"] += 1
             self.log.exception("event.failed", event_kind=type(note).__name__)
         finally:

@@ -100,7 +100,7 @@ class Simulation:
             commands = self.state.handle(event, self.now_s)
             if self.laws:
                 self.state.check()
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is raised again with its story
             error.add_note(f"event {self.events}: {event}")
             raise
         for command in commands:
@@ -406,6 +406,6 @@ def simulate(seed: int, steps: int = 300, *, laws: bool = True) -> Outcome:
     """Run one seed. Raises `SimFailure` or `LawBroken`."""
     try:
         return Simulation(seed, laws=laws).run(steps)
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is raised again with the command that repeats it
         error.add_note(f"seed {seed}: python -m tests.sim --seed {seed} --steps {steps}")
         raise

@@ -20,7 +20,7 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     version = -1 if tensor.is_inference() else tensor._version
     try:
         pointer = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # no memory of its own, as torch says in either way
         pointer = 0
     return pointer, tensor.dtype, tensor.shape, version
 
@@ -28,14 +28,14 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _states(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     try:  # the usual case in one expression: this runs for every request
         return [(t.data_ptr(), t.dtype, t.shape, t._version) for t in tensors]
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # some tensor has no version or no memory: one by one
         return [_state(t) for t in tensors]
 
 
 def _storage(tensor: torch.Tensor) -> Any:
     try:
         return tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # no storage to hold: the tensor itself is held
         return None
 
 
