@@ -1,7 +1,7 @@
 """The CPU lane: a bounded set of threads that moves pages between engines' shared-memory pools and the arena.
 
     job:      QUEUED -a thread takes its first part-> RUNNING -last part ended-> ENDED (fence, then CopyEnded)
-              QUEUED/RUNNING -cancel, detach, close-> ENDED (fence FAILED, CopyEnded not ok)
+              QUEUED/RUNNING -cancel, detach, close, revoked by the client-> ENDED (fence FAILED, CopyEnded not ok)
     session:  ATTACHED -detach: its jobs end, then unmap-> gone
 
 A job is split into parts by pages, so that several threads share one load; each part walks the layers at its own
@@ -47,6 +47,7 @@ class LaneStats:
     bytes_to_l2: int
     copies_ok: int
     copies_failed: int
+    copies_revoked: int  # of those that failed
 
 
 class _Attached:
@@ -81,6 +82,7 @@ class _Job:
     told: int = 0
     running: bool = False
     error: HiCacheError | None = None
+    was_revoked: bool = False  # when it ended
     movers: list[CpuMover] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -101,10 +103,20 @@ class _Job:
                 self.slot.layers_done(slowest)
                 self.told = slowest
 
+    def revoked(self) -> bool:
+        """Called by parts, so the slot is still there."""
+        return self.slot is not None and self.slot.revoked()
+
     def tell_end(self) -> None:
-        """Write the terminal state and let go of the slot. A slot that is another transfer's stays untouched."""
+        """Write the terminal state and let go of the slot. A slot that is another transfer's stays untouched.
+
+        The last byte has moved, and the lock orders every part's bytes before this: a store whose source was
+        overwritten in the meantime by a client that revoked it first is seen to be revoked here."""
         with self.lock:
             assert self.slot is not None
+            self.was_revoked = self.slot.revoked()
+            if self.was_revoked and not self.command.to_l1:
+                self.error = self.error or HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
             try:
                 if self.error is None:
                     self.slot.done()
@@ -136,6 +148,9 @@ class _PartFence:
 
     def layers_done(self, count: int) -> None:
         self.job.tell_layers(self.part, count)
+
+    def revoked(self) -> bool:
+        return self.job.revoked()
 
     def done(self) -> None:
         raise AssertionError("the job tells the terminal state")
@@ -169,6 +184,7 @@ class CpuLane:
         self._closed = False
         self._bytes = {True: 0, False: 0}
         self._ended = {True: 0, False: 0}
+        self._revoked = 0
         self._threads = [
             threading.Thread(target=self._work, name=f"hicache-copy-{i}", daemon=True) for i in range(threads)
         ]
@@ -330,6 +346,7 @@ class CpuLane:
                 self._bytes[False],
                 self._ended[True],
                 self._ended[False],
+                self._revoked,
             )
 
     # ---- threads ----------------------------------------------------------------------------------------
@@ -376,6 +393,7 @@ class CpuLane:
             if last:
                 del self._jobs[job.command.ticket]
                 self._ended[job.error is None] += 1
+                self._revoked += job.error is not None and job.was_revoked
                 if job.error is None:
                     self._bytes[job.command.to_l1] += job.bytes
             self._change.notify_all()

@@ -44,6 +44,10 @@ class FenceWriter(Protocol):
         """`count` layers, in model order and of every group, are complete. Called after their bytes."""
         ...
 
+    def revoked(self) -> bool:
+        """Whether the client wants no more of it. Asked before each piece of a few MiB; the copy then stops."""
+        ...
+
     def done(self) -> None: ...
     def failed(self, code: str) -> None: ...
 
@@ -59,7 +63,7 @@ class Mover(Protocol):
         to_l1: bool,
         fence: FenceWriter,
     ) -> None:
-        """Copy all pairs, layer by layer in model order, telling `fence` after each layer.
+        """Copy all pairs, layer by layer in model order, telling `fence` after each layer; stop when it was revoked.
 
         Raises `HiCacheError(TRANSFER_FAILED)` or `HiCacheError(OUT_OF_RANGE)`; the fence is then left to the
         caller. Cancellation: `cancel` of the concrete mover.

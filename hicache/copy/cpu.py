@@ -8,6 +8,7 @@ docs/internals/copy.md holds the measurements behind each choice.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -19,7 +20,8 @@ from hicache.copy.geometry import Axes, canonical, neighbour_step
 from hicache.plan.overlap import layer_waves
 from hicache.plan.ranges import Runs, coalesce
 
-# One call moves at most this much, so that a cancelled copy ends within about a millisecond.
+# One call moves at most this much, so that a cancelled copy ends within about a millisecond; and after about as much
+# the fence is asked whether the copy was revoked.
 CALL_BYTES = 4 << 20
 
 _ITEMS: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -86,6 +88,17 @@ def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple
         low = end
 
 
+def _pieces(runs: Runs, pages: int) -> Iterator[Runs]:
+    """Cut `runs` after every `pages` pages, to the next end of a run: no piece is longer than twice that."""
+    ends = np.cumsum(runs.count)
+    if ends[-1] <= pages:
+        yield runs
+        return
+    cuts = np.unique(np.searchsorted(ends, np.arange(pages, ends[-1], pages)) + 1).tolist()
+    for low, high in pairwise([0, *cuts, len(ends)]):
+        yield Runs(runs.l2[low:high], runs.l1[low:high], runs.count[low:high])
+
+
 class CpuMover:
     """Moves blocks on the calling thread: a `Mover`.
 
@@ -122,16 +135,20 @@ class CpuMover:
             for plan in plans:
                 layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
                 if layers and len(plan.l1_starts):  # ascending, so the range is without gaps
-                    self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1)
+                    self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1, fence)
             fence.layers_done(high)
 
-    def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool) -> None:
+    def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool, fence: FenceWriter) -> None:
         bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
         steps = (plan.block_bytes, plan.step)
-        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, max(1, CALL_BYTES // bytes_per_block))
+        pages = max(1, CALL_BYTES // bytes_per_block)
+        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, pages)
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
-            self._copy_runs(l1, l2, runs, plan, to_l1)
+            for piece in _pieces(runs, pages):
+                if fence.revoked():
+                    raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
+                self._copy_runs(l1, l2, piece, plan, to_l1)
 
     def _views(
         self, pool: Bytes, plan: _Plan, layers: tuple[int, int], layer_stride: int

@@ -11,6 +11,15 @@ before STATE. x86 keeps the order of ordinary stores of one thread; non-temporal
 a string instruction are not seen before it. Bytes written by *other* threads come first because a wave is only
 reported after those threads took a lock. On a machine with a weaker order (arm64) a release barrier must go
 where `_set` is; Python has none to offer, so hicache refuses to start a CPU lane there (`require_store_order`).
+
+REVOKED goes the other way, and needs an order of loads: the client writes the word and then, from any thread, new
+bytes into the source; here the source is read first and the word last. If any new byte was read, the word must be
+seen. x86 gives that without a fence: one thread's loads are not reordered with each other (those of `rep movs` and
+of a copy with non-temporal *stores* included: the source is read with ordinary loads of ordinary memory), and all
+threads see the client's two stores in their order. Threads that copied other parts read their source before they
+took the job's lock, a locked instruction, and the word is read under that lock. The client writes the word under a
+lock of its own: letting go of it is a locked instruction too, so not even a non-temporal store to the source comes
+before the word.
 """
 
 import platform
@@ -60,6 +69,10 @@ class FenceSlot:
     def _set(self, word: int, value: int) -> None:
         self.check()
         self._words[word] = value
+
+    def revoked(self) -> bool:
+        """Whether the client has taken this transfer back. A store asks once more after its last byte."""
+        return int(self._words[f.WORD_REVOKED]) == self._generation
 
     def running(self) -> None:
         self._set(f.WORD_STATE, f.STATE_RUNNING)

@@ -30,6 +30,9 @@ class Log:
     def layers_done(self, count: int) -> None:
         self.counts.append(count)
 
+    def revoked(self) -> bool:
+        return False
+
     def done(self) -> None:
         self.told.append("done")
 
