@@ -117,6 +117,30 @@ class TouchRecords:
     keys: tuple[tuple[PageKey, str], ...]
 
 
+class PagesStored(NamedTuple):
+    """Consecutive pages of one sequence that lookups find in a tier from now on."""
+
+    tier: Literal["l2", "l3"]
+    parent: PageKey | None  # of the page before the first; None: there is none
+    keys: tuple[PageKey, ...]
+    tokens: bytes  # little-endian int32, page_tokens for each key
+    page_tokens: int
+
+
+class PagesRemoved(NamedTuple):
+    """Pages that lookups don't find in a tier any more."""
+
+    tier: Literal["l2", "l3"]
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell routers, in this order. A page's parent was announced before it. Not answered."""
+
+    changes: tuple[PagesStored | PagesRemoved, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class DropSession:
     """Unmap the session's memory. Emitted once, after the last ticket that touches it has ended."""
@@ -135,5 +159,6 @@ Command = (
     | WriteRecords
     | DeleteRecords
     | TouchRecords
+    | Announce
     | DropSession
 )

@@ -6,6 +6,7 @@
  6 a page hangs on its parent, in columns and tree     7 READY means READY for every cache group
  8 bytes and pages add up per namespace                9 tokens by tier + missed = tokens looked up
 10 policies order what is in their tiers, L3 fits     12 everything stays within `limits`
+13 routers were told what lookups find
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.base.errors import LawBroken
+from hicache.core.announce import KNOWN, TIERS, found
 from hicache.core.residency import ABSENT, FILLING, LEAVING, ORPHAN, READY, Int32s
 from hicache.core.sessions import CLOSING
 from hicache.core.transfers import COPYING, DeleteTicket, LoadTicket, ReadTicket, StoreTicket, WriteTicket, pages_of
@@ -295,6 +297,28 @@ def limits_hold(world: World) -> None:
         raise _broken(world, 12, "rows wait to be freed after the event")
 
 
+def routers_know_what_lookups_find(world: World) -> None:
+    """Law 13. After a bug in the middle of an event what moved in it is not told yet."""
+    residency, announced = world.residency, world.namespaces.announced
+    if residency.moved:
+        return
+    every = np.arange(residency.parent.size, dtype=np.int32)
+    heard = residency.in_tree & announced[residency.namespace] & (residency.namespace >= 0)
+    there = np.where(heard, found(residency, every), np.uint8(0))
+    _none(world, 13, residency.told & TIERS & ~there > 0, "routers were told of pages that are not there")
+    known = residency.told & KNOWN > 0
+    _none(world, 13, known & ~heard, "routers know pages that they must not hear of")
+    _none(world, 13, (residency.told & TIERS > 0) & ~known, "routers were told of pages that they don't know")
+    orphans = known & (residency.parent >= 0) & ~known[residency.parent]
+    _none(world, 13, orphans, "routers were told of pages without their parents")
+    untold = there & ~residency.told > 0
+    _none(world, 13, untold & ((residency.parent < 0) | known[residency.parent]), "routers were not told of pages")
+    waiting = {below for rows in world.withheld.values() for below in rows}
+    missing = set(np.flatnonzero(untold).tolist()) - waiting
+    if missing:
+        raise _broken(world, 13, f"rows {sorted(missing)[:8]} are withheld and wait for nobody", min(missing))
+
+
 LAWS: tuple[Callable[[World], None], ...] = (
     states_have_tickets,
     ready_means_every_group,
@@ -306,6 +330,7 @@ LAWS: tuple[Callable[[World], None], ...] = (
     tokens_add_up,
     policies_know_their_tier,
     limits_hold,
+    routers_know_what_lookups_find,
 )
 
 

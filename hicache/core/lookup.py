@@ -14,7 +14,7 @@ import numpy as np
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.base.ids import TOKEN_BYTES, LeaseId, NamespaceId, SessionId
-from hicache.core import disk
+from hicache.core import announce, disk
 from hicache.core.commands import Reply
 from hicache.core.events import ExtendAsked, LookupAsked
 from hicache.core.leases import Lease
@@ -65,6 +65,7 @@ def namespace_of(world: World, session: Session, scope: Scope) -> tuple[Namespac
 
 def give_shape(world: World, session: Session, namespace: Namespace) -> None:
     moved = namespace.bind(session.shape, world.namespaces.owners)
+    world.namespaces.announced[namespace.index] = announce.concerns(world, session, namespace)
     world.residency.need_groups(len(session.shape.groups))
     disk.drop_incomplete(world, namespace, moved)
 
@@ -99,7 +100,7 @@ def plant(world: World, namespace: Namespace, tokens: bytes, rows: Int32s) -> No
     before = tree.tokens_held
     tree.insert(tokens, rows)
     table.tokens_held += tree.tokens_held - before
-    world.residency.in_tree[rows] = True
+    world.residency.enter_tree(rows)
 
 
 def reach(world: World, rows: Int32s, most: int) -> Reach:

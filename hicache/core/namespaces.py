@@ -63,7 +63,7 @@ class Namespace:
 
 
 class Namespaces:
-    """Table of namespaces; `rows`, `l2_pages` and `l3_bytes` are columns indexed like the table."""
+    """Table of namespaces; `rows`, `l2_pages`, `l3_bytes` and `announced` are columns indexed like the table."""
 
     def __init__(self) -> None:
         self.by_id: dict[NamespaceId, Namespace] = {}
@@ -72,6 +72,7 @@ class Namespaces:
         self.rows: npt.NDArray[np.int64] = np.zeros(8, np.int64)
         self.l2_pages: npt.NDArray[np.int64] = np.zeros(8, np.int64)  # FILLING pages included
         self.l3_bytes: npt.NDArray[np.int64] = np.zeros(8, np.int64)  # allocated; pages that are leaving not
+        self.announced: npt.NDArray[np.bool_] = np.zeros(8, np.bool_)  # are routers told of its pages?
         self.tokens_held = 0  # token ids in all trees together
         self._free: list[int] = []
 
@@ -95,7 +96,7 @@ class Namespaces:
         else:
             self.table[index] = namespace
         if index >= self.rows.size:
-            for name in ("rows", "l2_pages", "l3_bytes"):
+            for name in ("rows", "l2_pages", "l3_bytes", "announced"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
         self.by_id[id] = namespace
@@ -110,4 +111,5 @@ class Namespaces:
             self.tokens_held -= namespace.tree.tokens_held
         del self.by_id[namespace.id]
         self.table[index] = None
+        self.announced[index] = False
         self._free.append(index)

@@ -55,6 +55,8 @@ class Residency:
         self.block: Int32s = np.full((groups, rows), -1, np.int32)  # L2 block per group, in the group's view
         self.l3_groups: npt.NDArray[np.uint16] = np.zeros(rows, np.uint16)  # bit per group of the namespace
         self.l3_bytes: Int64s = np.zeros(rows, np.int64)  # allocated on the medium, all groups
+        self.told: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)  # what routers were told; see announce.py
+        self.moved: list[Int32s] | None = None  # rows of which routers may have to be told; None: there are none
         self._free: list[int] = list(range(rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -121,7 +123,19 @@ class Residency:
 
         for name, fill in (("parent", ROOT), ("namespace", -1), ("block", -1)):
             setattr(self, name, wider(getattr(self, name), fill))
-        for name in ("l2", "l3", "pins", "kids", "kids_l2", "kids_l3", "scratch", "in_tree", "l3_groups", "l3_bytes"):
+        for name in (
+            "l2",
+            "l3",
+            "pins",
+            "kids",
+            "kids_l2",
+            "kids_l3",
+            "scratch",
+            "in_tree",
+            "l3_groups",
+            "l3_bytes",
+            "told",
+        ):
             setattr(self, name, wider(getattr(self, name), 0))
         self.key.extend([_NO_KEY] * old)
         self._free[:0] = range(new - 1, old - 1, -1)
@@ -146,6 +160,7 @@ class Residency:
         self._count(self.kids, rows, -1)
         self.namespace[rows] = -1
         self.in_tree[rows] = False
+        self.told[rows] = 0
         for row in rows.tolist():
             del self.row_of[self.key[row]]
             self.key[row] = _NO_KEY
@@ -171,6 +186,7 @@ class Residency:
         self._move(self.l2, rows, FILLING, READY)
         for group, ids in enumerate(blocks):
             self.block[group, rows] = ids
+        self._note(rows)
 
     def abort_fill(self, rows: Int32s) -> None:
         self._move(self.l2, rows, FILLING, ABSENT)
@@ -194,6 +210,7 @@ class Residency:
         self.l2[rows] = ABSENT
         blocks = [self.block[group, rows] for group in range(groups)]
         self.block[:, rows] = -1
+        self._note(rows)
         return blocks
 
     # ---- L3 -----------------------------------------------------------------------------------------
@@ -206,6 +223,7 @@ class Residency:
     def finish_write(self, rows: Int32s, groups: int) -> None:
         self._move(self.l3, rows, FILLING, READY)
         self.l3_groups[rows] = (1 << groups) - 1
+        self._note(rows)
 
     def found_l3(self, row: int, group: int, allocated_bytes: int) -> bool:
         """The store has the record of one group. True if that makes the row known in L3."""
@@ -216,6 +234,8 @@ class Residency:
         rows = np.array([row], np.int32)
         self._move(self.l3, rows, ABSENT, READY)
         self._count(self.kids_l3, rows, 1)
+        if self.in_tree[row]:
+            self._note(rows)
         return True
 
     def leave_l3(self, rows: Int32s) -> None:
@@ -225,6 +245,7 @@ class Residency:
             raise LawBroken(f"law 3: rows {rows[:8].tolist()} leave L3 without being in it")
         self._count(self.kids_l3, rows, -1)
         self.l3[rows] = LEAVING
+        self._note(rows)
 
     def drop_l3(self, rows: Int32s) -> None:
         """Any state to ABSENT: the record is gone, or the tier is."""
@@ -232,6 +253,15 @@ class Residency:
         self.l3[rows] = ABSENT
         self.l3_groups[rows] = 0
         self.l3_bytes[rows] = 0
+        self._note(rows)
+
+    # ---- the tree -----------------------------------------------------------------------------------
+
+    def enter_tree(self, rows: Int32s) -> None:
+        """These pages can be found by their tokens now."""
+        if self.moved is not None:
+            self._note(rows[~self.in_tree[rows]])
+        self.in_tree[rows] = True
 
     # ---- help ---------------------------------------------------------------------------------------
 
@@ -242,6 +272,10 @@ class Residency:
                 f"law 3: rows {rows[wrong][:8].tolist()} go to {STATES[after]} and are not {STATES[before]}"
             )
         column[rows] = after
+
+    def _note(self, rows: Int32s) -> None:
+        if self.moved is not None:
+            self.moved.append(rows)
 
     def _count(self, column: Int32s, rows: Int32s, step: int) -> None:
         parents = self.parent[rows]

@@ -5,17 +5,19 @@
     Store          ─► publish.py ─ CopyPages ─► CopyEnded ─► visible ─► disk.py ─ WriteRecords ─► StoreWritten
     Load, Prefetch ─► promote.py ─ ReadRecords ─► StoreRead ─ CopyPages ─► CopyEnded
     StoreRecovered, StoreModeChanged, StoreDeleted     ─► disk.py
+    the end of every event                             ─► announce.py  Announce
 
 Nothing that a client sends makes a handler raise: it is answered with a typed Error and changes nothing. An answer
 to a ticket that is not open, because it came twice or too late, is counted and changes nothing.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from hicache.base.errors import HiCacheError
 from hicache.base.limits import Limits
-from hicache.core import disk, evict, invariants, lookup, opening, promote, publish
-from hicache.core.commands import Command, Reply
+from hicache.core import announce, disk, evict, invariants, lookup, opening, promote, publish
+from hicache.core.commands import Command, PagesStored, Reply
 from hicache.core.events import (
     CopyEnded,
     Drain,
@@ -63,6 +65,8 @@ class CacheState:
             pool.format(config.parent_bytes)
         tier = Disk(config.l3_mode, config.l3_capacity_bytes, bound_bytes=config.l3_capacity_bytes)
         self.world = World(config, limits, secret, pool, tier, config.write_policy)
+        if config.announced is not None:
+            self.world.residency.moved = []
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take in one event at time `now_s` (monotonic seconds); return what must be done, in this order."""
@@ -80,6 +84,7 @@ class CacheState:
             if not isinstance(event, _ASKED):
                 raise
             self._reject(event, error)
+        announce.settle(world)
         world.reap()
         disk.settle(world)
         return world.out
@@ -177,9 +182,19 @@ class CacheState:
         if l3_capacity_bytes is not None:
             world.disk.capacity_bytes = l3_capacity_bytes
             disk.shrink(world)
+        announce.settle(world)
         world.reap()
         disk.settle(world)
         return world.out
+
+    def survey(self, part_pages: int) -> Iterator[tuple[PagesStored, ...]]:
+        """All pages that have been announced and are still there, in parts of about `part_pages`, for a router that
+        comes late. Events may be handled between two parts: see announce.py."""
+        return announce.survey(self.world, part_pages)
+
+    def announced_pages(self) -> int:
+        """How many pages routers know of, in any tier. O(rows)."""
+        return announce.count(self.world)
 
     def idle(self) -> bool:
         """No ticket is open: nothing outside will answer any more."""

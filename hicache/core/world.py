@@ -28,6 +28,14 @@ BUSY_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
+class Announced:
+    """Whose pages routers are told of. `model` None: every model's."""
+
+    tenants: frozenset[str]
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CoreConfig:
     """What the state machine is told at start. `parent_bytes` None: chosen when the first model registers."""
 
@@ -37,6 +45,7 @@ class CoreConfig:
     l3_capacity_bytes: int = 0  # allocated bytes
     write_policy: str = "write_through"  # write_through | write_back | none
     features: tuple[str, ...] = ()
+    announced: Announced | None = None  # None: nobody is told anything
 
 
 @dataclass(slots=True)
@@ -74,6 +83,9 @@ class World:
     now_s: float = 0.0
     out: list[Command] = field(default_factory=list)
     maybe_dead: list[Int32s] = field(default_factory=list)  # rows that lost a tier or a pin in this event
+    withheld: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # row -> rows below, told of once it is; see announce.py
 
     # ---- answers ------------------------------------------------------------------------------------
 
@@ -167,6 +179,9 @@ class World:
                 namespaces.tokens_held += tree.tokens_held - before
             namespaces.rows[index] -= mine.size
         parents = residency.forget(rows)
+        if self.withheld:
+            for row in rows.tolist():
+                self.withheld.pop(row, None)
         for index in indices:
             if not namespaces.rows[index]:
                 namespaces.remove_empty(index)

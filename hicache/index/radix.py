@@ -134,6 +134,19 @@ class RadixTree:
             runs.append(child.rows[:pages])
         return PathMatch(known, runs, child)
 
+    @staticmethod
+    def tokens_of(node: Node, first: int, last: int) -> bytes:
+        """Tokens of positions `first` … `last - 1` on the path that ends in `node`, which must reach that far."""
+        parts = []
+        while True:
+            if last > node.start:
+                begin = max(0, first - node.start)
+                parts.append(node.edge[begin * TOKEN_BYTES : (last - node.start) * TOKEN_BYTES])
+            if first >= node.start or node.parent is None:
+                return b"".join(reversed(parts))
+            last = min(last, node.start)
+            node = node.parent
+
     def insert(self, tokens: bytes, rows: Int32s) -> int:
         """Make `tokens` known to its end; return the number of pages that are new.
 

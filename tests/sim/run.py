@@ -11,6 +11,7 @@ from random import Random
 
 from hicache.base.ids import SessionId
 from hicache.core.commands import (
+    Announce,
     CancelCopy,
     Command,
     CopyPages,
@@ -27,12 +28,14 @@ from hicache.core.events import Drain, Event, SessionClosed, StoreModeChanged, T
 from hicache.core.residency import READY, Residency
 from hicache.core.state import CacheState, CoreConfig
 from hicache.core.transfers import StoreTicket
+from hicache.core.world import Announced
 from hicache.policy.evict.lru import Lru
 from hicache.protocol.messages import Busy, Error, Refuse, Welcome
 from tests.sim.backend import Lanes, Memory, SimStore
 from tests.sim.client import SimClient
 from tests.sim.contents import LIMITS, MODELS, SECRET, SimFailure, Truth
 from tests.sim.digest import digest
+from tests.sim.router import TENANT, SimRouter
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Simulation:
             l3_mode=l3_mode,
             l3_capacity_bytes=capacity,
             write_policy=rng.choice(("write_through", "write_through", "write_back", "none")),
+            announced=Announced(frozenset((TENANT,))),
         )
         if rng.random() < 0.4:  # a small L2 over a large L3: promotion all the time
             capacity = 400 * 8192
@@ -68,7 +72,9 @@ class Simulation:
         self.state = CacheState(config, LIMITS, SECRET)
         world = self.state.world
         world.residency = Residency(rows=16)  # columns grow and queues are compacted within every run
+        world.residency.moved = []
         world.evict_l2, world.evict_l3 = Lru(16, slack_rows=32), Lru(16, slack_rows=32)
+        self.router = SimRouter(seed, self.truth)
         self.lanes = Lanes(rng, self.memory)
         self.store = SimStore(rng, self.memory, self.truth, capacity)
         self.store.mode = config.l3_mode
@@ -100,6 +106,8 @@ class Simulation:
             commands = self.state.handle(event, self.now_s)
             if self.laws:
                 self.state.check()
+            self.router.hear(self.state.world, commands)
+            self.router.check(self.state.world)
         except Exception as error:  # whatever it is, it is raised again with its story
             error.add_note(f"event {self.events}: {event}")
             raise
@@ -128,7 +136,7 @@ class Simulation:
                 self.store.writer.append(command)
             case DropSession():
                 self._drop(command.session)
-            case TouchRecords():
+            case TouchRecords() | Announce():
                 pass
 
     def _start_copy(self, command: CopyPages) -> None:
@@ -328,8 +336,11 @@ class Simulation:
     def run(self, steps: int) -> Outcome:
         for _ in range(steps):
             self.step()
+            self.router.step()
             if self.events % 16 == 0:
                 self._check_bytes()
+            if self.events % 32 == 0:
+                self.router.join(self.state.survey(part_pages=2))
         self._quiesce()
         return Outcome(self.events, self.state.world.counters.as_dict())
 

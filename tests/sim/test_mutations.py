@@ -4,17 +4,18 @@
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from hicache.base.errors import LawBroken
 from hicache.base.ids import NamespaceId
-from hicache.core import disk, evict, opening, promote, publish
+from hicache.core import announce, disk, evict, opening, promote, publish
 from hicache.core.commands import DeleteRecords, FailFence
 from hicache.core.events import CopyEnded, StoreRead
 from hicache.core.leases import Lease, Leases
-from hicache.core.residency import Int32s
+from hicache.core.residency import Int32s, Residency
 from hicache.core.sessions import Session, Shape
 from hicache.core.transfers import LoadTicket, StoreTicket
 from hicache.core.world import World
@@ -186,6 +187,52 @@ def parents_go_before_children(patch: Patch) -> None:
     patch.setattr(evict, "pick_victims", wrong)
 
 
+def a_tier_is_left_in_silence(patch: Patch) -> None:
+    right = Residency.drop_l2
+
+    def wrong(self: Residency, rows: Int32s, groups: int) -> list[Int32s]:
+        blocks = right(self, rows, groups)
+        if self.moved:
+            self.moved.pop()
+        return blocks
+
+    patch.setattr(Residency, "drop_l2", wrong)
+
+
+def children_are_announced_before_parents(patch: Patch) -> None:
+    right = announce._tell_run
+
+    def wrong(world: World, *rest: Any) -> list[int]:
+        world.residency.told |= announce.KNOWN
+        return right(world, *rest)
+
+    patch.setattr(announce, "_tell_run", wrong)
+
+
+def withheld_pages_are_forgotten(patch: Patch) -> None:
+    right = announce._tell_run
+
+    def wrong(world: World, *rest: Any) -> list[int]:
+        right(world, *rest)
+        return []
+
+    patch.setattr(announce, "_tell_run", wrong)
+
+
+def secrets_are_announced(patch: Patch) -> None:
+    patch.setattr(announce, "concerns", lambda world, session, namespace: True)
+
+
+def a_survey_goes_without_parents(patch: Patch) -> None:
+    right = announce._path_to
+    patch.setattr(announce, "_path_to", lambda world, row, done: right(world, row, done)[-1:])
+
+
+def a_survey_stops_early(patch: Patch) -> None:
+    right = announce.survey
+    patch.setattr(announce, "survey", lambda world, part_pages: islice(right(world, part_pages), 1))
+
+
 OUTSIDE: Sequence[Callable[[Patch], None]] = (
     publish_before_the_copy_ended,
     failed_copy_becomes_visible,
@@ -199,6 +246,12 @@ OUTSIDE: Sequence[Callable[[Patch], None]] = (
     fences_are_left_open,
     late_answers_count,
     leases_are_anybodys,
+    a_tier_is_left_in_silence,
+    children_are_announced_before_parents,
+    withheld_pages_are_forgotten,
+    secrets_are_announced,
+    a_survey_goes_without_parents,
+    a_survey_stops_early,
 )
 BY_LAW: Sequence[Callable[[Patch], None]] = (
     publish_before_the_copy_ended,
@@ -207,6 +260,8 @@ BY_LAW: Sequence[Callable[[Patch], None]] = (
     memory_is_dropped_at_once,
     eviction_forgets_blocks,
     parents_go_before_children,
+    a_tier_is_left_in_silence,
+    withheld_pages_are_forgotten,
 )
 
 

@@ -18,6 +18,7 @@ from hicache.core.events import (
     StoreWritten,
 )
 from hicache.core.state import CacheState, CoreConfig
+from hicache.core.world import Announced
 from hicache.protocol.messages import Match, Scope
 from hicache.spec.model import ShardSpec
 from tests.sim.contents import LIMITS, MODELS, SECRET, SimModel
@@ -45,6 +46,8 @@ class Hand:
         l3_pages: int = 0,
         policy: str = "write_through",
         limits: Limits = LIMITS,
+        *,
+        announced: Announced | None = None,
     ) -> None:
         config = CoreConfig(
             arena_bytes=pages * BLOCK,
@@ -52,6 +55,7 @@ class Hand:
             l3_mode="rw" if l3_pages else "off",
             l3_capacity_bytes=l3_pages * CacheState.l3_allocated(BLOCK),
             write_policy=policy,
+            announced=announced,
         )
         self.state = CacheState(config, limits, SECRET)
         self.now_s = 0.0

@@ -8,15 +8,17 @@ from core_world import Hand, tokens
 
 from hicache.base.errors import LawBroken
 from hicache.base.ids import LeaseId, NamespaceId, PageKey, SessionId, TicketId
+from hicache.core.announce import IN_L2, KNOWN
 from hicache.core.commands import CopyPages
+from hicache.core.invariants import routers_know_what_lookups_find
 from hicache.core.residency import ABSENT, READY, Residency
 from hicache.core.transfers import LoadTicket, StoreTicket
-from hicache.core.world import World
+from hicache.core.world import Announced, World
 
 
 def _busy_world() -> Hand:
     """Two sessions, pages in both tiers, a lease, a load and a store in flight, a write outstanding."""
-    hand = Hand(pages=16, l3_pages=50)
+    hand = Hand(pages=16, l3_pages=50, announced=Announced(frozenset("t")))
     hand.open()
     hand.open(2, instance=b"j" * 16)
     hand.stored(1, 2, 3)
@@ -187,6 +189,32 @@ def rows_left_to_free(w: World) -> None:
     w.maybe_dead.append(np.zeros(1, np.int32))
 
 
+def told_of_a_page_that_is_not_there(w: World) -> None:
+    w.residency.told[_ticket(w, StoreTicket).rows] = IN_L2 | KNOWN
+
+
+def told_of_a_salted_page(w: World) -> None:
+    w.residency.told[w.residency.namespace == 1] = KNOWN
+
+
+def told_of_without_being_known(w: World) -> None:
+    w.residency.told[_row(w, 8, 9)] = IN_L2
+
+
+def told_of_without_its_parent(w: World) -> None:
+    w.residency.told[_row(w, 1)] = 0
+
+
+def not_told_of(w: World) -> None:
+    w.residency.told[_row(w, 8, 9)] = KNOWN
+
+
+def withheld_for_ever(w: World) -> None:
+    w.residency.told[_row(w, 8)] = 0
+    w.residency.told[_row(w, 8, 9)] = 0
+    w.residency.l2[_row(w, 8)], w.residency.l3[_row(w, 8)] = ABSENT, ABSENT
+
+
 VIOLATIONS: dict[int, tuple[Callable[[World], object], ...]] = {
     2: (leak_a_block, free_a_block_in_use, share_a_block_being_written, two_rows_on_one_block),
     3: (visible_while_filling, filling_without_a_ticket, leaving_without_a_ticket),
@@ -212,6 +240,13 @@ VIOLATIONS: dict[int, tuple[Callable[[World], object], ...]] = {
         dirty_scratch,
         rows_left_to_free,
     ),
+    13: (
+        told_of_a_page_that_is_not_there,
+        told_of_a_salted_page,
+        told_of_without_being_known,
+        told_of_without_its_parent,
+        not_told_of,
+    ),
 }
 CASES = [(law, plant) for law, plants in VIOLATIONS.items() for plant in plants]
 
@@ -227,6 +262,13 @@ def test_a_planted_violation_is_named(law: int, plant: Callable[[World], object]
     with pytest.raises(LawBroken) as caught:
         hand.state.check()
     assert str(caught.value).startswith(f"law {law}"), str(caught.value)
+
+
+def test_a_page_that_is_withheld_waits_for_its_parent() -> None:
+    hand = _busy_world()
+    withheld_for_ever(hand.state.world)
+    with pytest.raises(LawBroken, match="wait for nobody"):
+        routers_know_what_lookups_find(hand.state.world)
 
 
 def test_capacity_that_does_not_add_up() -> None:

@@ -46,6 +46,15 @@ def test_sequences_part_in_the_middle_of_a_page(parted: RadixTree) -> None:
     assert parted.match(b"").known_tokens == 0
 
 
+def test_tokens_of_a_page_are_put_together_from_the_edges_it_spans(parted: RadixTree) -> None:
+    leaf = parted.match(raw(1, 2, 3, 4, 5, 9, 9, 9)).node
+    assert leaf.start == 5
+    assert parted.tokens_of(leaf, 4, 8) == raw(5, 9, 9, 9)
+    assert parted.tokens_of(leaf, 0, 8) == raw(1, 2, 3, 4, 5, 9, 9, 9)
+    assert parted.tokens_of(leaf, 6, 7) == raw(9)
+    assert parted.tokens_of(leaf, 1, 3) == raw(2, 3)
+
+
 def test_a_match_changes_nothing(parted: RadixTree) -> None:
     for tokens in (raw(1, 2), raw(1, 2, 9), raw(1, 2, 3, 4, 5, 6), raw(7)):
         parted.match(tokens)
