@@ -122,6 +122,9 @@ def _tell_run(world: World, node: Node, places: _Places, changes: list[_Change])
         return []
     new = found(residency, run) & ~residency.told[run]
     residency.told[run] |= new | KNOWN
+    for since in world.surveys:
+        inside = run < since.size
+        since[run[inside]] |= new[inside]
     changes += _stored(world, node, places, new)
     return [below for row in run.tolist() for below in withheld.pop(row, ())] if withheld else []
 
@@ -129,6 +132,8 @@ def _tell_run(world: World, node: Node, places: _Places, changes: list[_Change])
 def _stored(world: World, node: Node, places: _Places, bits: _Bits) -> Iterator[PagesStored]:
     """`bits[i]` says in which tiers page `places[i]` of a node is to be announced, in the order of the pages."""
     residency = world.residency
+    if not bits.any():
+        return
     tree = world.namespaces[int(residency.namespace[node.rows[0]])].tree
     size, first = tree.page_tokens, node.start // tree.page_tokens
     cuts = np.flatnonzero(np.diff(bits) | (np.diff(places) > 1)) + 1
@@ -155,11 +160,19 @@ def survey(world: World, part_pages: int) -> Iterator[tuple[PagesStored, ...]]:
     """All that routers know of, parents first, in parts of `part_pages` or a path more.
 
     The cache may change between two parts. Whoever applies all parts, and then all that was announced since the first
-    was asked for, in order, knows what they would who heard everything: a page that did not change since is in a
-    part, and of one that did the last announcement decides.
+    was asked for, in order, knows what they would who heard everything, and hears of no page in a tier twice: routers
+    count how often they do. A page that was announced since is left to that announcement.
     """
-    residency = world.residency
-    size = residency.told.size  # rows beyond are new, and announced meanwhile
+    since = np.zeros_like(world.residency.told)  # rows beyond are new
+    world.surveys.append(since)
+    try:
+        yield from _parts(world, since, part_pages)
+    finally:
+        world.surveys[:] = [each for each in world.surveys if each is not since]
+
+
+def _parts(world: World, since: _Bits, part_pages: int) -> Iterator[tuple[PagesStored, ...]]:
+    residency, size = world.residency, since.size
     done = np.zeros(size, np.bool_)
     part: list[PagesStored] = []
     pages = 0
@@ -169,11 +182,11 @@ def survey(world: World, part_pages: int) -> Iterator[tuple[PagesStored, ...]]:
             if done[start + at] or not residency.told[start + at] & TIERS:
                 continue
             for node in _path_to(world, start + at, done):
-                rows = node.rows
-                mine = rows[rows < size]
-                done[mine] = True
-                bits = residency.told[rows] & TIERS
-                part += _stored(world, node, np.arange(rows.size), bits)
+                places = np.flatnonzero(node.rows < size)
+                places = places[~done[node.rows[places]]]
+                rows = node.rows[places]
+                done[rows] = True
+                part += _stored(world, node, places, residency.told[rows] & TIERS & ~since[rows])
                 pages += rows.size
             if pages >= part_pages:
                 yield tuple(part)

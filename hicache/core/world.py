@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.base.errors import ErrorCode, HiCacheError, LawBroken
 from hicache.base.ids import PageKey, RequestId, SessionId
@@ -83,6 +84,7 @@ class World:
     now_s: float = 0.0
     out: list[Command] = field(default_factory=list)
     maybe_dead: list[Int32s] = field(default_factory=list)  # rows that lost a tier or a pin in this event
+    surveys: list[npt.NDArray[np.uint8]] = field(default_factory=list)  # of each that is read: told of since, by row
     withheld: dict[int, set[int]] = field(
         default_factory=dict
     )  # row -> rows below, told of once it is; see announce.py

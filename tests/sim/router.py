@@ -28,6 +28,8 @@ class Pages:
     def apply(self, change: Change) -> None:
         tier: set[bytes] = getattr(self, change.tier)
         if isinstance(change, PagesStored):
+            if not tier.isdisjoint(change.keys):
+                raise SimFailure("a router is told twice of a page in the same tier")
             tier.update(change.keys)
         else:
             tier.difference_update(change.keys)
@@ -99,8 +101,6 @@ class SimRouter:
             raise SimFailure("announced tokens or parent are not those of the page")
         if change.parent is not None and change.parent not in self.known:
             raise SimFailure("a page was announced before its parent")
-        if any(key in getattr(self.pages, change.tier) for key in change.keys):
-            raise SimFailure("a page was announced twice")
         self.known.update(change.keys)
 
     def check(self, world: World) -> None:
@@ -123,8 +123,10 @@ class SimRouter:
             raise SimFailure(f"routers know other pages than lookups find\n{world.story.of_row(residency, row)}")
 
     def join(self, parts: Iterator[tuple[PagesStored, ...]]) -> None:
-        """A router comes late."""
-        self.late.append(LateRouter(parts))
+        """A router comes late. It counts from the moment at which it gets the first part."""
+        router = LateRouter(parts)
+        router.read(self.pages)
+        self.late.append(router)
 
     def step(self) -> None:
         """Late routers read on, and must know the same as the first once they are through."""
