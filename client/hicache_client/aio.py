@@ -47,6 +47,7 @@ CONNECT_PAUSE_S = 0.02
 
 _log = logging.getLogger("hicache.client")
 _NO_SCOPE = Scope()
+_MakeTransfer = Callable[[Link, Fence], ClientMessage | None]
 
 
 class AsyncClient:
@@ -107,6 +108,18 @@ class AsyncClient:
             try:
                 if self._session.link is not None:
                     self._session.alive(self._session.link)
+            finally:
+                self._port.leave()
+
+    async def reattach(self) -> None:
+        """Drop the session at once, without a Goodbye; the next call registers anew, with the pool's memory as it
+        is then: after `SharedPool.sever`. Of the old session nothing more is sent from here on. Its leases are
+        gone, and its handles have failed and settle as after any hang-up."""
+        self._session.renounce("the client registers anew")
+        deadline = self._port.now() + self._options.connect_timeout_s
+        if await self._port.enter(deadline):  # whoever has the turn is through soon: his session has ended too
+            try:
+                await self._session.put_away(deadline)
             finally:
                 self._port.leave()
 
@@ -195,18 +208,9 @@ class AsyncClient:
         still be written; keep them from other sequences until it is. So do not cancel this call (or shield it).
         """
         views = int32s_per_group(blocks, self._groups)
-        counts = tuple(view.nbytes // 4 for view in views)
         page = natural(first_page, "first_page")
-
-        def make(link: Link, fence: Fence) -> ClientMessage | None:
-            remote = link.leases.get(lease)
-            return None if remote is None else Load(remote, page, counts, fence.slot, fence.generation)
-
-        begun = await self._transfer(make, views, lease)
-        if begun is None:
-            return None
-        deadline = self._port.now() + self._options.load_timeout_s
-        return AsyncLoadHandle(self._port, *begun, deadline)
+        begun = await self._transfer(self._load_message(lease, page, views), views, lease)
+        return None if begun is None else AsyncLoadHandle(self._port, *begun, self._transfer_end())
 
     async def store(
         self, tokens: Buffer, first_page: int, blocks: Sequence[Buffer], scope: Scope = _NO_SCOPE
@@ -219,17 +223,35 @@ class AsyncClient:
         """
         view = int32s(tokens, "tokens")
         views = int32s_per_group(blocks, self._groups)
-        counts = tuple(each.nbytes // 4 for each in views)
         page = natural(first_page, "first_page")
+        begun = await self._transfer(self._store_message(view, page, views, scope), (view, *views), 0)
+        return None if begun is None else AsyncStoreHandle(self._port, *begun, self._transfer_end())
 
-        def make(link: Link, fence: Fence) -> ClientMessage:
-            return Store(view.nbytes // 4, page, counts, fence.slot, fence.generation, scope)
+    # ---- transfers that never wait ----------------------------------------------------------------------
 
-        begun = await self._transfer(make, (view, *views), 0)
-        if begun is None:
-            return None
-        deadline = self._port.now() + self._options.load_timeout_s
-        return AsyncStoreHandle(self._port, *begun, deadline)
+    async def begin_load(self, lease: int, first_page: int, blocks: Sequence[Buffer]) -> AsyncLoadHandle | None:
+        """As `load`, without waiting for the daemon's first answer, and without ever connecting.
+
+        None at once: not sent, and nothing was or will be written. No session is open, the daemon is silent, no
+        credit or fence slot is free, or another thread has the turn. The lease stays the caller's in every
+        case. If the daemon refuses, the handle becomes `failed` and `settled` as soon as replies are taken."""
+        views = int32s_per_group(blocks, self._groups)
+        page = natural(first_page, "first_page")
+        begun = await self._begin(self._load_message(lease, page, views), views)
+        return None if begun is None else AsyncLoadHandle(self._port, *begun, self._transfer_end())
+
+    async def offer(
+        self, tokens: Buffer, first_page: int, blocks: Sequence[Buffer], scope: Scope = _NO_SCOPE
+    ) -> AsyncStoreHandle | None:
+        """As `store`, without waiting for the daemon's first answer, and without ever connecting.
+
+        None at once: not sent, and nothing is or will be read; for the reasons of `begin_load`. Else the source
+        blocks must stay untouched until the handle is `settled`."""
+        view = int32s(tokens, "tokens")
+        views = int32s_per_group(blocks, self._groups)
+        page = natural(first_page, "first_page")
+        begun = await self._begin(self._store_message(view, page, views, scope), (view, *views))
+        return None if begun is None else AsyncStoreHandle(self._port, *begun, self._transfer_end())
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -270,7 +292,7 @@ class AsyncClient:
 
     async def _transfer(
         self,
-        make: Callable[[Link, Fence], ClientMessage | None],
+        make: _MakeTransfer,
         buffers: Sequence[Buffer],
         lease: int,
     ) -> tuple[Link, Pending, Fence] | None:
@@ -323,6 +345,69 @@ class AsyncClient:
                 fence.reject()
         self._session.succeeded()
         return pending
+
+    async def _begin(self, make: _MakeTransfer, buffers: Sequence[Buffer]) -> tuple[Link, Pending, Fence] | None:
+        """Send a Load or a Store in the open session, now or not at all."""
+        self.stats.requests += 1
+        if not await self._port.enter(self._port.now()):
+            self.stats.busy += 1
+            return None
+        try:
+            link = self._session.open_link()
+            if link is None:
+                self.stats.bypassed += 1
+                return None
+            fence = link.fences.acquire() if link.has_credit() else None
+            if fence is None:
+                self.stats.busy += 1
+                return None
+            pending: Pending | None = None
+            try:
+                pending = self._send_now(link, fence, make(link, fence), buffers)
+            except HiCacheError as error:
+                self._session.failed(link, error)
+            finally:
+                if pending is None:
+                    fence.reject()
+            return None if pending is None else (link, pending, fence)
+        finally:
+            self._port.leave()
+
+    def _send_now(
+        self, link: Link, fence: Fence, message: ClientMessage | None, buffers: Sequence[Buffer]
+    ) -> Pending | None:
+        if message is None:  # a lease of another session
+            self.stats.errors += 1
+            return None
+        link.check_size(message, buffers)
+        pending = link.try_send(message, buffers, fence)
+        if pending is None:
+            self.stats.busy += 1
+        else:
+            pending.unwatched = True
+        return pending
+
+    @staticmethod
+    def _load_message(lease: int, page: int, views: Sequence[memoryview]) -> _MakeTransfer:
+        counts = tuple(view.nbytes // 4 for view in views)
+
+        def make(link: Link, fence: Fence) -> ClientMessage | None:
+            remote = link.leases.get(lease)
+            return None if remote is None else Load(remote, page, counts, fence.slot, fence.generation)
+
+        return make
+
+    @staticmethod
+    def _store_message(tokens: memoryview, page: int, views: Sequence[memoryview], scope: Scope) -> _MakeTransfer:
+        counts = tuple(view.nbytes // 4 for view in views)
+
+        def make(link: Link, fence: Fence) -> ClientMessage:
+            return Store(tokens.nbytes // 4, page, counts, fence.slot, fence.generation, scope)
+
+        return make
+
+    def _transfer_end(self) -> float:
+        return self._port.now() + self._options.load_timeout_s
 
     def _matched(self, answer: tuple[Link, DaemonMessage] | None) -> Match:
         """The Match with its lease under a number of ours: the daemon's mean something in one session only,

@@ -1,7 +1,9 @@
 """Transfers under way, as their owner sees them. `sync_handles.py` is generated from this file.
 
 Waiting reads shared memory: a short spin, then sleeps that grow to 1 ms. It takes no part in the client's turns
-between threads and notices a dead daemon by the lifeline, within one sleep.
+between threads and notices a dead daemon by the lifeline, within one sleep. Before each sleep it takes the replies
+that have come, unless another thread's call does: a transfer that was begun without waiting for its answer is
+seen to be refused at once.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,7 @@ class _AsyncTransfer:
 
     @property
     def settled(self) -> bool:
-        """The daemon touches the L1 blocks no more: the copy ended, or never began, or the daemon is gone.
+        """The daemon touches the L1 blocks no more: the copy ended, or was refused, or the daemon is gone.
 
         A session that this side ended (a daemon too long silent, `close`) settles when the daemon, which then
         cancels its copies, has written so."""
@@ -44,7 +46,8 @@ class _AsyncTransfer:
 
     @property
     def failed(self) -> bool:
-        """It will not complete (or its caller gave up before the daemon answered)."""
+        """It will not complete (or its caller gave up before the daemon answered). Not answered yet is not failed;
+        a refusal is known once replies have been taken (`poll`, every call and every wait take them)."""
         if self.fence.state == STATE_DONE:
             return False
         last = self._pending.last
@@ -68,6 +71,8 @@ class _AsyncTransfer:
             if now >= end:
                 return False
             if now >= spin_end:
+                if self._pending.last is None:
+                    self._port.drain(self._link)
                 await self._port.sleep(min(pause, end - now))
                 pause = min(pause * GROWTH, MAX_SLEEP_S)
 

@@ -8,6 +8,7 @@ The client (aio.py, sync.py) does the waiting between calls of `drain` and `try_
 serialises them; only `gone` may be called from any thread.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -40,10 +41,13 @@ CONNECT_TIMEOUT_MS = 5_000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
 
+_log = logging.getLogger("hicache.client")
+
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One open request. `reply` is the first answer, `last` the one that closed it."""
+    """One open request. `reply` is the first answer, `last` the one that closed it. `unwatched`: nobody waits for
+    the first answer, so the link counts it if it is a refusal."""
 
     request_id: int
     message: ClientMessage
@@ -51,6 +55,7 @@ class Pending:
     reply: DaemonMessage | None = None
     last: DaemonMessage | None = None
     abandoned: bool = False
+    unwatched: bool = False
 
 
 def open_dealer(context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> "zmq.Socket[bytes]":
@@ -238,15 +243,25 @@ class Link:
         if not isinstance(reply, Accepted):
             del self._open[pending.request_id]
             pending.last = reply
+        if first and pending.fence is not None and isinstance(reply, Error | Busy):  # it will not begin
+            pending.fence.reject()
+        if first and pending.unwatched:
+            self._count_refusal(reply)
         match reply:
             case Error(code=ErrorCode.UNKNOWN_SESSION.value):
                 self.dead = "the daemon does not know this session"
             case Error() | Busy():
-                if first and pending.fence is not None:  # the transfer will not begin
-                    pending.fence.reject()
+                pass
             case Match(lease=lease) if lease and pending.abandoned:
                 self._to_return.append(lease)
             case Welcome() | Refuse():
                 pass
             case _:
                 self.proven = True
+
+    def _count_refusal(self, reply: DaemonMessage) -> None:
+        if isinstance(reply, Busy):
+            self.stats.busy += 1
+        elif isinstance(reply, Error):
+            self.stats.errors += 1
+            _log.debug("a request failed: %s: %s", reply.code, reply.message)

@@ -89,6 +89,7 @@ class Session:
         self._hang_up = weakref.finalize(self, hang_up, self._sockets, self.port.alone)
         self._instance = os.urandom(16)
         self._epoch = 0
+        self._renounced = 0  # sessions of this epoch and before are not used
         self._lease_numbers = count(1)
         self._attempt: _Attempt | None = None
         self._said = ""
@@ -181,6 +182,28 @@ class Session:
 
     # ---- sessions ---------------------------------------------------------------------------------------
 
+    def renounce(self, reason: str) -> None:
+        """Nothing more is sent in the open session, and no attempt under way becomes one. Any thread, at once;
+        whoever has the turn puts them away, or `put_away` does."""
+        self._renounced = self._epoch
+        attempt = self._attempt
+        for link in (self.link, attempt.link if attempt is not None else None):
+            if link is not None:
+                link.dead = link.dead or reason
+
+    def put_away(self, deadline: float) -> None:
+        """Hang up what was renounced, and forget the pause: the next call registers anew."""
+        if not self.port.enter_connect(deadline):
+            return  # who connects sees it himself
+        try:
+            if self._attempt is not None and self._attempt.epoch <= self._renounced:
+                self._drop_attempt()
+            if self.link is not None:
+                self.alive(self.link)
+            self._backoff.succeeded()
+        finally:
+            self.port.leave_connect()
+
     def alive(self, link: Link) -> bool:
         """Drain; a link found dead is put away."""
         link.drain()
@@ -188,11 +211,19 @@ class Session:
             self._lost(link, link.dead)
         return not link.dead
 
+    def open_link(self) -> Link | None:
+        """The session's link without opening one; None also in the pause after a timeout."""
+        link = self.link
+        if link is None or not self.alive(link):
+            return None
+        return None if link.silent and self._backoff.waiting(self.port.now()) else link
+
     def connected(self, deadline: float) -> Link | None:
         """The session's link, opening one if it is time to; None: away, or not through by `deadline`."""
-        link = self.link
-        if link is not None and self.alive(link):
-            return None if link.silent and self._backoff.waiting(self.port.now()) else link
+        if self.link is not None:
+            link = self.open_link()
+            if self.link is not None:
+                return link
         if self.closed or self._backoff.waiting(self.port.now()):
             return None
         if not self.port.enter_connect(deadline):
@@ -206,6 +237,8 @@ class Session:
 
     def _connect(self, deadline: float) -> None:
         try:
+            if self._attempt is not None and self._attempt.epoch <= self._renounced:
+                self._drop_attempt()
             if self._attempt is None:
                 self._attempt = self._attach()
             link = self._advance(self._attempt, deadline)
@@ -219,6 +252,8 @@ class Session:
             self._attempt = None
             self.link = link
             self._stats.connects += 1
+            if link.epoch <= self._renounced:
+                link.dead = link.dead or "given up while it was opened"
             self._say("up", logging.INFO, "hicache session opened at %s", self._dir)
 
     def _attach(self) -> _Attempt:
@@ -242,6 +277,8 @@ class Session:
         Raises `HiCacheError` when it has failed or is older than connect_timeout_s."""
         until = min(deadline, attempt.expires)
         while attempt.link is None:
+            if attempt.epoch <= self._renounced:
+                raise HiCacheError(ErrorCode.TIMEOUT, "the registration was given up")
             answer = attempt.lifeline.answer()
             if isinstance(answer, Attached):
                 sock = open_dealer(self._sockets.context, self._dir / CONTROL_NAME)
