@@ -30,9 +30,10 @@ Int32s = npt.NDArray[np.int32]
 class LoadPlan:
     """Pages of one request that come from the daemon.
 
-    `leases` has one lease per shard, in the order of `StepPlan.shards`. `starts` is one int32 column per cache
-    group: where page `first_page + i` goes. `blocks` are the engine's blocks, per group, that the pages touch: the
-    ones to report if the load fails. `sync`: this step's forward reads the blocks.
+    `leases` has one lease per shard, in the order of `StepPlan.shards`. None at all: the load was promised to vLLM
+    and can't be kept; it fails at once. `starts` is one int32 column per cache group: where page `first_page + i`
+    goes. `blocks` are the engine's blocks, per group, that the pages touch: the ones to report if the load fails.
+    `tokens`: how many vLLM was told it need not compute. `sync`: this step's forward reads the blocks.
     """
 
     load: int
@@ -64,8 +65,9 @@ class StepPlan(KVConnectorMetadata):
 
     `shards`: index in a plan's `leases` → (pp_rank, tp_rank) of the shard; ranks with equal KV share one.
     `preempted`: requests whose blocks are given back in this step; their stores that still read are revoked.
-    `held`: finished requests whose blocks the scheduler keeps until a worker reports that nobody reads or writes
-    them any more.
+    `held`: finished requests whose blocks the scheduler keeps until every worker reports that nobody reads or
+    writes them any more (finished_sending). A request stands here in every plan from the one with its last stores
+    on, until then.
     """
 
     loads: tuple[LoadPlan, ...] = ()
@@ -78,10 +80,13 @@ class StepPlan(KVConnectorMetadata):
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """What a worker did in a step. `ended[load]` counts the workers for which a load is over, well or not: its
-    lease may go when all have said so. `failed` are the loads that did not complete everywhere."""
+    lease may go when all have said so. `failed` are the loads that did not complete everywhere. `unstored` are the
+    requests of which an offered page was not taken by the daemon, so that what follows it can't be stored either:
+    their pages are offered again, from the first."""
 
     ended: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    unstored: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Sum over workers."""
@@ -89,7 +94,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         ended = dict(self.ended)
         for load, count in other.ended.items():
             ended[load] = ended.get(load, 0) + count
-        return WorkerReport(ended, self.failed | other.failed)
+        return WorkerReport(ended, self.failed | other.failed, self.unstored | other.unstored)
 
 
 @dataclass(frozen=True)
