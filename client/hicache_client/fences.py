@@ -5,6 +5,9 @@
 
 An area belongs to one session. A new session brings a new area, so a copy of the old one that is still
 running writes to memory that nobody reads any more.
+
+An area also belongs to one backing of the pool. When the pool is severed, what the words say from then on is about
+memory that the engine does not see: every fence that had not ended ends FAILED, with the layers it had.
 """
 
 import mmap
@@ -26,16 +29,17 @@ from hicache.protocol.fence import (
     WORD_GENERATION,
     WORD_LAYERS_DONE,
     WORD_MAGIC,
+    WORD_REVOKED,
     WORD_STATE,
     WORD_TICKET,
 )
-from hicache_client.pool import sealed_memfd
+from hicache_client.pool import Backing, sealed_memfd
 
 
 class Fence:
     """One transfer's progress. Reading it costs a few loads from shared memory, no message."""
 
-    __slots__ = ("_area", "_layers", "_state", "generation", "slot")
+    __slots__ = ("_area", "_layers", "_state", "generation", "revoked", "slot")
 
     def __init__(self, area: "FenceArea", slot: int, generation: int) -> None:
         self._area = area
@@ -43,6 +47,7 @@ class Fence:
         self._layers = 0
         self.slot = slot
         self.generation = generation
+        self.revoked = False
 
     @property
     def state(self) -> int:
@@ -66,6 +71,11 @@ class Fence:
         """Neither end of the transfer is touched any more: it ended, or the daemon has done with the session."""
         return self.terminal or self._area.over()
 
+    def revoke(self) -> None:
+        """Tell whoever copies that the transfer is not wanted any more. Idempotent, from any thread."""
+        self.revoked = True
+        self._area.revoke(self)
+
     def reject(self) -> None:
         """The daemon answered that the transfer will not begin; the slot is free at once."""
         self._area.reject(self)
@@ -78,9 +88,11 @@ class Fence:
 class FenceArea:
     """A sealed memfd of `slots` slots. Thread-safe."""
 
-    def __init__(self, slots: int, over: Callable[[], bool]) -> None:
-        """`over` says whether the daemon is known not to write here any more."""
+    def __init__(self, slots: int, over: Callable[[], bool], backing: Backing | None = None) -> None:
+        """`over` says whether the daemon is known not to write here any more. `backing`: what the pool showed when
+        its descriptor was handed to the same session; None for memory that is never severed."""
         self.slots = slots
+        self._backing = Backing() if backing is None else backing
         self.fd = sealed_memfd("hicache-fences", slots * SLOT_BYTES)
         self._close_fd = weakref.finalize(self, os.close, self.fd)  # also if nobody calls `close`
         self._close_fd.atexit = False
@@ -95,9 +107,15 @@ class FenceArea:
     def busy(self) -> int:
         return len(self._busy)
 
+    def severed(self) -> bool:
+        """Whether the daemon's end of this session is not what the engine sees any more."""
+        return self._backing.severed
+
     def acquire(self) -> Fence | None:
-        """A fence in a fresh slot, or None if every slot's transfer is still open."""
+        """A fence in a fresh slot, or None if every slot's transfer is still open, or the pool is severed."""
         with self._lock:
+            if self._backing.leaving:
+                return None
             if not self._free:
                 self._reap()
             if not self._free:
@@ -119,6 +137,15 @@ class FenceArea:
         """Read the words into the fence; a terminal state frees the slot."""
         with self._lock:
             self._refresh(fence)
+
+    def revoke(self, fence: Fence) -> None:
+        """Write the transfer's generation into its slot, if it still is the transfer's.
+
+        Under the lock, so that a late call for an old transfer cannot overwrite a newer one's word; and letting go
+        of the lock orders the word before whatever the caller writes next (hicache/copy/fence_area.py)."""
+        with self._lock:
+            if self._busy.get(fence.slot) is fence:
+                self._words[fence.slot * SLOT_WORDS + WORD_REVOKED] = fence.generation
 
     def reject(self, fence: Fence) -> None:
         """Free the slot of a transfer that the daemon did not take."""
@@ -143,7 +170,12 @@ class FenceArea:
         base = fence.slot * SLOT_WORDS
         state = self._words[base + WORD_STATE]  # before the layers: it is written after them
         layers = self._words[base + WORD_LAYERS_DONE]
-        if state in (STATE_DONE, STATE_FAILED):
+        # After the words: if the pool was not being moved by now, what they speak of moves with it.
+        if self._backing.severed:
+            self._end(fence, STATE_FAILED, fence._layers)
+        elif self._backing.leaving:
+            return
+        elif state in (STATE_DONE, STATE_FAILED):
             self._end(fence, state, layers)
         elif state == STATE_RUNNING:
             fence._note(STATE_RUNNING, layers)

@@ -194,6 +194,8 @@ class Link:
             self.dead = f"the control socket failed: {error}"
         if not self.dead and not self.lifeline.alive():
             self.dead = "the daemon is gone"
+        if not self.dead and self.fences.severed():
+            self.dead = "the pool was severed"
         if came:
             self._return_leases()
         if (came or self.dead) and self.on_progress is not None:
@@ -206,7 +208,7 @@ class Link:
 
     def gone(self) -> bool:
         """Whether the session has ended, as far as one can tell without reading replies."""
-        return bool(self.dead) or not self.lifeline.alive()
+        return bool(self.dead) or self.fences.severed() or not self.lifeline.alive()
 
     def close(self) -> None:
         """End the session: hang up, drop what is unsent, free the fences. Idempotent."""

@@ -5,6 +5,16 @@ Waiting reads shared memory: a short spin, then sleeps that grow to 1 ms. It tak
 between threads and notices a dead daemon by the lifeline, within one sleep. Before each sleep it takes the replies
 that have come, unless another thread's call does: a transfer that was begun without waiting for its answer is
 seen to be refused at once.
+
+How an engine goes on when it cannot wait any longer for a transfer that has not `settled`:
+
+    load    the daemon may still write to the target blocks, even if it was stopped long ago and wakes up later. Keep
+            them from every sequence until `settled`. To use them before: `revoke()` (a daemon that runs then stops
+            soon: `wait_settled` with a short deadline), and if that has not settled it, `SharedPool.sever()` and
+            `client.reattach()`: what the daemon writes from then on goes to memory that the engine does not see.
+            Severing fails and settles every other transfer of that pool too.
+    store   the daemon may still read the source blocks. `revoke()`, and they may be overwritten at once: pages that
+            were read after that are never published. `settled` keeps its meaning, and needs not be waited for.
 """
 
 from collections.abc import Callable
@@ -39,21 +49,31 @@ class _Transfer:
 
     @property
     def settled(self) -> bool:
-        """The daemon touches the L1 blocks no more: the copy ended, or was refused, or the daemon is gone.
+        """The daemon touches the L1 blocks no more: the copy ended, or was refused, the daemon is gone, or the pool
+        was severed from it.
 
         A session that this side ended (a daemon too long silent, `close`) settles when the daemon, which then
-        cancels its copies, has written so."""
+        cancels its copies, has written so. `revoke` does not settle anything by itself either."""
         return self.fence.settled
+
+    def revoke(self) -> None:
+        """Take the transfer back. A store that has not ended yet publishes nothing, so its source may be overwritten
+        from the return of this call on, by any means; a load is stopped soon, if the daemon runs. No message is
+        sent, nothing is waited for. Idempotent, from any thread. What has ended already stays as it is."""
+        self.fence.revoke()
 
     @property
     def failed(self) -> bool:
-        """It will not complete (or its caller gave up before the daemon answered). Not answered yet is not failed;
-        a refusal is known once replies have been taken (`poll`, every call and every wait take them)."""
+        """It will not complete (or its caller gave up before the daemon answered, or revoked it). Not answered yet
+        is not failed; a refusal is known once replies have been taken (`poll`, every call and every wait do)."""
         if self.fence.state == STATE_DONE:
             return False
         last = self._pending.last
         refused = last is not None and not isinstance(last, Done)
-        return refused or self.fence.state == STATE_FAILED or self._pending.abandoned or self._link.gone()
+        return refused or self.fence.state == STATE_FAILED or self._given_up()
+
+    def _given_up(self) -> bool:
+        return self._pending.abandoned or self.fence.revoked or self._link.gone()
 
     def wait_settled(self, deadline: float | None = None) -> bool:
         """Wait until `settled`; False at the deadline."""
@@ -108,7 +128,7 @@ class LoadHandle(_Transfer):
 
 
 class StoreHandle(_Transfer):
-    """L1 → L2. `settled`: the source blocks may be reused. `done`: the pages are visible to lookups."""
+    """L1 → L2. `settled` or revoked: the source blocks may be reused. `done`: the pages are visible to lookups."""
 
     @property
     def done(self) -> bool:
@@ -121,7 +141,7 @@ class StoreHandle(_Transfer):
         last = self._pending.last
         if last is not None:
             return not isinstance(last, Done)
-        return self.fence.state == STATE_FAILED or self._pending.abandoned or self._link.gone()
+        return self.fence.state == STATE_FAILED or self._given_up()
 
     def wait_done(self, deadline: float | None = None) -> bool:
         """Wait until the pages are visible; False: failed, the daemon went away, or the deadline passed."""

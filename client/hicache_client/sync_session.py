@@ -261,7 +261,8 @@ class Session:
         self._epoch += 1
         slots = self._options.fence_slots
         try:
-            fences = FenceArea(slots, lifeline.over)
+            # The backing before the descriptor: a pool that is severed in between is then seen to be.
+            fences = FenceArea(slots, lifeline.over, self._registration.pool.backing)
         except BaseException:
             lifeline.close()
             raise

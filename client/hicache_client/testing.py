@@ -30,6 +30,7 @@ from hicache.protocol.fence import (
     STATE_RUNNING,
     WORD_GENERATION,
     WORD_LAYERS_DONE,
+    WORD_REVOKED,
     WORD_STATE,
 )
 from hicache.protocol.messages import (
@@ -101,6 +102,10 @@ class FakeFence:
     def finish(self, ok: bool = True) -> None:
         self._check()
         self.words[self.slot * SLOT_WORDS + WORD_STATE] = STATE_DONE if ok else STATE_FAILED
+
+    @property
+    def revoked(self) -> bool:
+        return self.words[self.slot * SLOT_WORDS + WORD_REVOKED] == self.generation
 
     def _check(self) -> None:
         assert self.words[self.slot * SLOT_WORDS + WORD_GENERATION] == self.generation, "the slot was reused"
