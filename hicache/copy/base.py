@@ -14,7 +14,8 @@ class GroupGeometry:
     """How to address one cache group in both tiers.
 
     L2: block at byte offset o holds its layers in group order, each `block_layer_bytes` long and contiguous
-    (`page_first_direct`). L1: `layer_offsets[i] + start·block_stride + Σ axis`, runs of `run_bytes`.
+    (`page_first_direct`). L1: runs of `run_bytes` at `layer_offsets[i] + (start // starts_per_block)·block_stride +
+    (start % starts_per_block)·start_stride + Σ axis` (spec/layout.py).
     """
 
     layers: tuple[int, ...]  # model layer index of each layer of the group
@@ -25,6 +26,13 @@ class GroupGeometry:
     axes: tuple[tuple[int, int], ...]  # (count, stride in bytes), outer to inner
     run_bytes: int
     block_tokens: int
+    starts_per_block: int = 1
+    start_stride: int = 0  # bytes
+
+    def last_start(self) -> int:
+        """Byte distance from a layer's first start to its last: no start lies further."""
+        block, rest = divmod(self.blocks - 1, self.starts_per_block)
+        return block * self.block_stride + rest * self.start_stride
 
 
 @dataclass(frozen=True, slots=True)

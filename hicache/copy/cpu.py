@@ -1,8 +1,9 @@
 """The CPU mover: blocks between an engine's shared-memory pool (L1) and the arena (L2) with numpy copies.
 
-Both ends of a wave of layers are strided views: L1 of shape (starts, layers, axes…, items), L2 of shape
-(units, layers, axes…, items), where a unit is one item, so that any aligned byte offset is an index. One run of
-neighbouring blocks is then one assignment between two slices; numpy walks the axes in C without the GIL.
+Both ends of a wave of layers are strided views: L1 of shape (blocks, starts of a block, layers, axes…, items), L2 of
+shape (units, layers, axes…, items), where a unit is one item, so that any aligned byte offset is an index. One run
+of neighbouring blocks is then one assignment between two slices (up to three where a block has several starts and
+the run does not begin and end with a block); numpy walks the axes in C without the GIL.
 docs/internals/copy.md holds the measurements behind each choice.
 """
 
@@ -49,14 +50,14 @@ def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_by
     axes, run_bytes = canonical(geometry.axes, geometry.run_bytes)
     block_bytes = geometry.block_layer_bytes * len(geometry.layers)
     item = gcd(8, run_bytes, geometry.block_layer_bytes, geometry.block_stride, *geometry.layer_offsets)
-    item = gcd(item, *(stride for _, stride in axes))
+    item = gcd(item, geometry.start_stride, *(stride for _, stride in axes))
     offsets, starts = transfer.l2_offsets, transfer.l1_starts
 
     def bad(text: str) -> HiCacheError:
         return HiCacheError(ErrorCode.OUT_OF_RANGE, f"group {transfer.group}: {text}")
 
     reach = run_bytes + sum((count - 1) * stride for count, stride in axes)
-    end = max(geometry.layer_offsets) + (geometry.blocks - 1) * geometry.block_stride + reach
+    end = max(geometry.layer_offsets) + geometry.last_start() + reach
     if min(geometry.layer_offsets) < 0 or end > pool_bytes:
         raise bad(f"the layout ends at byte {end} of a pool of {pool_bytes}")
     if offsets.shape != starts.shape or offsets.ndim != 1:
@@ -143,12 +144,13 @@ class CpuMover:
         steps = (plan.block_bytes, plan.step)
         pages = max(1, CALL_BYTES // bytes_per_block)
         runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, pages)
+        copy = self._copy_runs if plan.geometry.starts_per_block == 1 else self._copy_cut_runs
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
             for piece in _pieces(runs, pages):
                 if fence.revoked():
                     raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
-                self._copy_runs(l1, l2, piece, plan, to_l1)
+                copy(l1, l2, piece, plan, to_l1)
 
     def _views(
         self, pool: Bytes, plan: _Plan, layers: tuple[int, int], layer_stride: int
@@ -159,12 +161,15 @@ class CpuMover:
         packed = [item]  # L2 keeps the axes row-major
         for count in reversed(inner[2:]):
             packed.append(packed[-1] * count)
+        cut = g.starts_per_block
+        starts = (g.blocks,) if cut == 1 else (g.blocks // cut, cut)
+        steps = (g.block_stride,) if cut == 1 else (g.block_stride, g.start_stride)
         l1 = np.ndarray(
-            (g.blocks, *inner),
+            (*starts, *inner),
             _ITEMS[item],
             pool,
             g.layer_offsets[layers[0]],
-            (g.block_stride, layer_stride, *(stride for _, stride in plan.axes), item),
+            (*steps, layer_stride, *(stride for _, stride in plan.axes), item),
         )
         units = (len(self._arena) - plan.block_bytes) // item + 1
         l2 = np.ndarray(
@@ -199,3 +204,35 @@ class CpuMover:
                 target[to : to + (count - 1) * target_step + 1 : target_step] = source[
                     from_ : from_ + (count - 1) * source_step + 1 : source_step
                 ]
+
+    def _copy_cut_runs(
+        self,
+        l1: npt.NDArray[np.unsignedinteger],
+        l2: npt.NDArray[np.unsignedinteger],
+        runs: Runs,
+        plan: _Plan,
+        to_l1: bool,
+    ) -> None:
+        """Where a block of L1 has several starts, a run is a rest of a block, whole blocks, and a part of one more:
+        one assignment each."""
+        cut, step = plan.geometry.starts_per_block, plan.block_bytes // plan.item_bytes
+        first = zip(runs.l1.tolist(), (runs.l2 // plan.item_bytes).tolist(), runs.count.tolist(), strict=True)
+        for start, unit, count in first:
+            at, end = start, start + count
+            while at < end:
+                if self._cancelled:
+                    raise HiCacheError(ErrorCode.TRANSFER_FAILED, "cancelled")
+                block, inside = divmod(at, cut)
+                if inside == 0 and end - at >= cut:
+                    n = (end - at) // cut * cut
+                    l1_part = l1[block : block + n // cut]
+                else:
+                    n = min(cut - inside, end - at)
+                    l1_part = l1[block, inside : inside + n]
+                low = unit + (at - start) * step
+                l2_part = l2[low : low + (n - 1) * step + 1 : step].reshape(l1_part.shape)  # a view: an axis is split
+                if to_l1:
+                    l1_part[...] = l2_part
+                else:
+                    l2_part[...] = l1_part
+                at += n

@@ -20,6 +20,8 @@ def geometry_of(model: ModelSpec, layout: L1Layout) -> tuple[GroupGeometry, ...]
             axes=tuple((axis.count, axis.stride) for axis in place.axes),
             run_bytes=place.run_bytes,
             block_tokens=spec.block_tokens,
+            starts_per_block=place.starts_per_block,
+            start_stride=place.start_stride,
         )
         for spec, place in zip(model.groups, layout.groups, strict=True)
     )
@@ -47,10 +49,12 @@ def canonical(axes: Axes, run_bytes: int) -> tuple[Axes, int]:
 def neighbour_step(geometry: GroupGeometry) -> int:
     """How far apart, in starts, two blocks lie that follow each other in L1.
 
-    A paged pool has disjoint starts: 1. Where a start is one row and a block covers `block_tokens` of them, the
-    next block begins `block_tokens` starts later. Axes that step over the whole region (K to V, head to head)
-    say nothing about this and are left out.
+    A paged pool has disjoint starts: 1, also where a block is cut into several. Where a start is one row and a
+    block covers `block_tokens` of them, the next block begins `block_tokens` starts later. Axes that step over the
+    whole region (K to V, head to head) say nothing about this and are left out.
     """
+    if geometry.starts_per_block > 1:
+        return 1
     region = geometry.blocks * geometry.block_stride
     reach = geometry.run_bytes + sum((n - 1) * stride for n, stride in geometry.axes if stride < region)
     return 1 if reach <= geometry.block_stride else geometry.block_tokens

@@ -22,7 +22,8 @@ DTYPE_BYTES: dict[str, int] = {
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of one cache group.
 
-    `layers` are the model's layer indices in this group, ascending. `kv_heads` are those of this shard.
+    `layers` are the model's layer indices in this group, ascending. `kv_heads` are those of this shard; a `latent`
+    group (MLA) keeps one vector per token instead of K and V of each head: 1 head of `head_dim` = its length.
     `block_tokens` is the block granularity: tokens that one block covers. `window` is W for `sliding`
     (a query at t sees keys t-W+1 … t), else 0.
     """
@@ -37,8 +38,14 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int = 0
 
     def block_layer_bytes(self) -> int:
-        """Bytes of one block of one layer: 2 · tokens · heads · head_dim · element (K and V)."""
-        return 2 * self.block_tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one block of one layer: 2 · tokens · heads · head_dim · element (K and V); latent: not twice."""
+        vectors = 1 if self.kind == "latent" else 2
+        return vectors * self.block_tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def arithmetic(self) -> str:
+        """How `block_layer_bytes` comes about, for messages."""
+        vectors = "" if self.kind == "latent" else "2·"
+        return f"{vectors}{self.block_tokens}·{self.kv_heads}·{self.head_dim}·{self.dtype}"
 
     def block_bytes(self) -> int:
         """Bytes of one block, all layers of the group."""
@@ -62,9 +69,10 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         need(self.dtype in DTYPE_BYTES, "dtype", f"one of {sorted(DTYPE_BYTES)}", self.dtype)
         need(0 < self.block_tokens <= 65536, "block_tokens", "1 to 65536", self.block_tokens)
         need((self.window > 0) == (self.kind == "sliding"), "window", "> 0 for sliding, else 0", self.window)
-        if self.kind != "full":
+        if self.kind not in ("full", "latent"):
             raise HiCacheError(
                 ErrorCode.UNSUPPORTED,
-                f"group {self.name!r}: kind {self.kind!r} is not carried yet, only 'full'",
-                "run this model without hicache, or use a model whose layers all use full attention",
+                f"group {self.name!r}: kind {self.kind!r} is not carried yet, only 'full' and 'latent'",
+                "run this model without hicache, or use a model whose layers all use full attention or MLA",
             )
+        need(self.kind == "full" or self.kv_heads == 1, "kv_heads", "1 for latent", self.kv_heads)

@@ -1,14 +1,26 @@
 """Where an engine's L1 pool keeps a block: one affine formula.
 
-    address(layer, block, i_1 … i_k) = layer_offsets[layer] + block · block_stride + Σ i_j · axes[j].stride
+    address(layer, start, i_1 … i_n) = layer_offsets[layer]
+                                     + (start // starts_per_block) · block_stride
+                                     + (start % starts_per_block) · start_stride
+                                     + Σ i_j · axes[j].stride
 
 Each address starts a contiguous run of `run_bytes`; walking the axes row-major visits a block×layer in the
-order in which L2 keeps it. `block` counts *starts*: an engine that pages its pool has block_stride = page
-bytes; one that keeps a sequence contiguous (transformers) has block_stride = one token's row and a page is
-`block_tokens` consecutive starts, so a page may begin at any token.
+order in which L2 keeps it. Axes and run describe one start, `block_tokens` tokens of it.
+
+* An engine that pages its pool has block_stride = page bytes and one start per block: start_stride is 0.
+* One whose pages are longer than what the cache counts in (vLLM: a block of 128 tokens, `block_tokens` 16) has
+  starts_per_block = 8, and start_stride = the distance of 16 tokens inside a head's rows.
+* One that keeps a sequence contiguous (transformers) has block_stride = one token's row and a page is
+  `block_tokens` consecutive starts, so a page may begin at any token.
+
+`order` is free text and part of the fingerprint: engines that name the same order and count the same axes share
+bytes in L2. In use: "kv,head,token,dim" (K of all heads, then V), "head,token,kv,dim" (K and V of a token side by
+side, as vLLM's CPU backend keeps them), "token,dim" (latent: one vector per token).
 """
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -35,6 +47,13 @@ class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axes: tuple[Axis, ...]  # outer to inner
     run_bytes: int
     order: str = "kv,head,token,dim"
+    starts_per_block: int = 1
+    start_stride: int = 0  # bytes, 0 with one start per block
+
+    def last_start(self) -> int:
+        """Byte distance from a layer's first start to its last: no start lies further."""
+        last = self.blocks - 1
+        return last // self.starts_per_block * self.block_stride + last % self.starts_per_block * self.start_stride
 
 
 class L1Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,16 +84,33 @@ def _check_group(spec: GroupSpec, lay: GroupLayout, pool_bytes: int) -> None:
         size *= axis.count
         reach += (axis.count - 1) * axis.stride
     if lay.run_bytes <= 0 or size != spec.block_layer_bytes():
-        raise bad(
-            f"axes × run_bytes give {size} bytes, but 2·{spec.block_tokens}·{spec.kv_heads}·{spec.head_dim}·"
-            f"{spec.dtype} is {spec.block_layer_bytes()}"
-        )
+        raise bad(f"axes × run_bytes give {size} bytes, but {spec.arithmetic()} is {spec.block_layer_bytes()}")
     if not 0 < lay.blocks < 1 << 31 or not 0 < lay.block_stride <= pool_bytes:
         raise bad(f"blocks {lay.blocks} and block_stride {lay.block_stride} must be positive and fit")
+    _check_starts(lay, bad)
     for offset in lay.layer_offsets:
-        end = offset + (lay.blocks - 1) * lay.block_stride + reach
+        end = offset + lay.last_start() + reach
         if offset < 0 or end > pool_bytes:
-            raise bad(f"block {lay.blocks - 1} of the layer at {offset} ends at {end}, past pool_bytes {pool_bytes}")
+            last, k = lay.blocks - 1, lay.starts_per_block
+            split = f" + {last % k}·{lay.start_stride}" if k > 1 else ""
+            raise bad(
+                f"block {last} of the layer at {offset} ends at {end} = {offset} + {last // k}·{lay.block_stride}"
+                f"{split} + {reach}, past pool_bytes {pool_bytes}"
+            )
+
+
+def _check_starts(lay: GroupLayout, bad: Callable[[str], HiCacheError]) -> None:
+    """Raise unless each block is cut into whole starts that lie one after another before the next block's first."""
+    k, stride = lay.starts_per_block, lay.start_stride
+    if not 0 < k <= 1 << 16 or lay.blocks % k:
+        raise bad(f"blocks counts starts and must be a multiple of starts_per_block: {lay.blocks} starts, {k} each")
+    if k == 1 and stride != 0:
+        raise bad(f"start_stride must be 0 with one start per block, got {stride}")
+    if k > 1 and not 0 < stride * (k - 1) < lay.block_stride:
+        raise bad(
+            f"{k} starts per block, {stride} bytes apart: the last lies {k - 1}·{stride} = {(k - 1) * stride} after "
+            f"its block's first, which must be more than 0 and less than block_stride {lay.block_stride}"
+        )
 
 
 def check_layout(model: ModelSpec, layout: L1Layout, max_pool_bytes: int = 1 << 46) -> None:

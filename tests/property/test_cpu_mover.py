@@ -42,7 +42,8 @@ class Log:
 
 def l1_runs(g: GroupGeometry, layer: int, start: int) -> list[int]:
     """Addresses of the runs of one block×layer, by the formula of spec/layout.py and nothing else."""
-    base = g.layer_offsets[layer] + start * g.block_stride
+    block, inside = divmod(start, g.starts_per_block)
+    base = g.layer_offsets[layer] + block * g.block_stride + inside * g.start_stride
     loops = [range(count) for count, _ in g.axes]
     return [base + sum(i * s for i, (_, s) in zip(at, g.axes, strict=True)) for at in product(*loops)]
 
@@ -80,7 +81,8 @@ def geometries(draw: st.DrawFn, layers: tuple[int, ...], pool_offset: int) -> tu
     gap = draw(st.sampled_from([0, 1, 4, 8, 56]))
     axes: tuple[tuple[int, int], ...]
     layout: tuple[int, int, tuple[tuple[int, int], ...], int]
-    style = draw(st.sampled_from(["block", "head_rows", "token_rows", "kv_blocks", "padded"]))
+    style = draw(st.sampled_from(["block", "head_rows", "token_rows", "kv_blocks", "padded", "cut", "cut"]))
+    cut, inner = 1, 0
     if style == "block":  # a block×layer is one run
         region, layout = pages * (size + gap), (pages, size + gap, (), size)
     elif style == "head_rows":  # [K/V][head][token][dim], a start is a token
@@ -94,6 +96,10 @@ def geometries(draw: st.DrawFn, layers: tuple[int, ...], pool_offset: int) -> tu
     elif style == "kv_blocks":  # [K/V][block][…]
         half = size // 2 + gap
         region, layout = 2 * pages * half, (pages, half, ((2, pages * half),), size // 2)
+    elif style == "cut":  # [block][head][start][token][K and V]: several starts in each block
+        cut, inner = draw(st.integers(2, 5)), 2 * tokens * row + draw(st.sampled_from([0, 8, 3]))
+        head = cut * inner + gap
+        region, layout = pages * heads * head, (pages * cut, heads * head, ((heads, head),), 2 * tokens * row)
     else:  # every axis with its own padding, one of them of one step
         line, head = row + gap, tokens * (row + gap) + gap
         block = 2 * heads * head
@@ -108,7 +114,7 @@ def geometries(draw: st.DrawFn, layers: tuple[int, ...], pool_offset: int) -> tu
     if draw(st.booleans()):
         offsets.reverse()
     blocks, stride, merged, run = layout
-    return GroupGeometry(layers, size, tuple(offsets), blocks, stride, merged, run, tokens), at
+    return GroupGeometry(layers, size, tuple(offsets), blocks, stride, merged, run, tokens, cut, inner), at
 
 
 @st.composite

@@ -54,7 +54,15 @@ def test_a_bad_group_names_the_field(changes: dict[str, object], field: str) -> 
     assert field in caught.value.message
 
 
-@pytest.mark.parametrize(("kind", "window"), [("sliding", 128), ("latent", 0), ("state", 0)])
+def test_a_latent_group_keeps_one_vector_per_token() -> None:
+    latent = group(kind="latent", kv_heads=1, head_dim=576, dtype="bfloat16", block_tokens=16)
+    latent.check()
+    assert latent.block_layer_bytes() == 16 * 576 * 2
+    with pytest.raises(HiCacheError, match="kv_heads must be 1 for latent, got 3"):
+        group(kind="latent", kv_heads=3).check()
+
+
+@pytest.mark.parametrize(("kind", "window"), [("sliding", 128), ("state", 0)])
 def test_kinds_not_carried_yet_are_refused_with_a_remedy(kind: str, window: int) -> None:
     with pytest.raises(HiCacheError) as caught:
         group(kind=kind, window=window).check()
@@ -173,3 +181,49 @@ def test_layout_fingerprint_sees_byte_order_only() -> None:
     assert good.fingerprint() == wide.fingerprint()
     turned = msgspec.structs.replace(good.groups[0], order="kv,token,head,dim")
     assert L1Layout(good.pool_bytes, (turned,)).fingerprint() != good.fingerprint()
+
+
+def cut_layout(spec: GroupSpec, blocks: int = 2, **changes: object) -> L1Layout:
+    """Blocks of 128 tokens [head][token][K and V], cut into starts of 16 tokens."""
+    row = 2 * spec.head_dim * 4
+    head, block = 128 * row, spec.kv_heads * 128 * row
+    lay = GroupLayout(
+        spec.name,
+        tuple(i * blocks * block for i in range(len(spec.layers))),
+        blocks * 8,
+        block,
+        (Axis(spec.kv_heads, head),),
+        16 * row,
+        "head,token,kv,dim",
+        starts_per_block=8,
+        start_stride=16 * row,
+    )
+    return L1Layout(len(spec.layers) * blocks * block, (msgspec.structs.replace(lay, **changes),))
+
+
+def test_blocks_may_be_cut_into_starts_that_reach_the_pools_last_byte() -> None:
+    check_layout(model(), cut_layout(group()))
+    short = msgspec.structs.replace(cut_layout(group()), pool_bytes=cut_layout(group()).pool_bytes - 1)
+    with pytest.raises(HiCacheError, match="past pool_bytes"):
+        check_layout(model(), short)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"starts_per_block": 0}, "multiple of starts_per_block"),
+        ({"starts_per_block": 3}, "multiple of starts_per_block"),
+        ({"start_stride": 0}, "less than block_stride"),
+        ({"start_stride": 1 << 20}, "less than block_stride"),
+        ({"starts_per_block": 1}, "start_stride must be 0"),
+    ],
+)
+def test_a_cut_that_lies_is_refused(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(HiCacheError, match=text) as caught:
+        check_layout(model(), cut_layout(group(), **changes))
+    assert caught.value.code is ErrorCode.BAD_SPEC
+
+
+def test_how_a_pool_is_cut_does_not_change_the_fingerprint() -> None:
+    whole = cut_layout(group(), starts_per_block=1, start_stride=0)
+    assert cut_layout(group()).fingerprint() == whole.fingerprint()
