@@ -38,6 +38,7 @@ from hicache.spec.model import ModelSpec, ShardSpec
 from hicache_client.buffers import int32s, int32s_per_group, natural
 from hicache_client.fences import Fence
 from hicache_client.handles import AsyncLoadHandle, AsyncStoreHandle
+from hicache_client.leases import LeaseRef
 from hicache_client.link import Link, Pending
 from hicache_client.options import EMPTY, ClientOptions, ClientStats
 from hicache_client.pool import SharedPool
@@ -54,11 +55,13 @@ class AsyncClient:
     """An engine rank's connection to hicached. Making one does nothing yet; the first call connects."""
 
     def __init__(
-        self, options: ClientOptions, model: ModelSpec, layout: L1Layout, shard: ShardSpec, pool: SharedPool
+        self, options: ClientOptions, model: ModelSpec, layout: L1Layout, shard: ShardSpec, pool: SharedPool | None
     ) -> None:
-        """Raises `ValueError` if the pool has another size than the layout says, `HiCacheError(BAD_SPEC)` never:
+        """Without a pool it asks for other processes of its engine: `load`, `store` and the like are errors.
+
+        Raises `ValueError` if the pool has another size than the layout says, `HiCacheError(BAD_SPEC)` never:
         the daemon checks the specs and refuses, which is logged."""
-        if pool.size_bytes != layout.pool_bytes:
+        if pool is not None and pool.size_bytes != layout.pool_bytes:
             raise ValueError(f"the pool has {pool.size_bytes} bytes, the layout says {layout.pool_bytes}")
         self.stats = ClientStats()
         self._options = options
@@ -138,6 +141,26 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    # ---- leases of the engine's other processes ---------------------------------------------------------
+
+    def export(self, lease: int) -> LeaseRef | None:
+        """What a process of the same `ClientOptions.group` adopts; None if the lease is gone, as far as known."""
+        link = self._session.link
+        remote = None if link is None or link.gone() else link.leases.get(lease)
+        return None if link is None or remote is None else LeaseRef(link.boot_id, remote)
+
+    def adopt(self, ref: LeaseRef) -> int:
+        """A number for another process's lease, to load on, extend, renew or release; 0 if no session is open with
+        the daemon that gave it. Whether the lease lives is seen when it is used."""
+        link = self._session.link
+        return 0 if link is None or link.gone() or link.boot_id != ref.boot_id else link.lease_number(ref.lease)
+
+    def forget(self, leases: Sequence[int]) -> None:
+        """Drop the numbers of adopted leases, which stay their owner's. Unknown ones are no error."""
+        link = self._session.link
+        if link is not None:
+            link.forget_leases(leases)
+
     # ---- verbs ------------------------------------------------------------------------------------------
 
     async def lookup(
@@ -207,7 +230,7 @@ class AsyncClient:
         is not yet `settled` (the daemon did not answer in time, but may have begun): the target blocks may
         still be written; keep them from other sequences until it is. So do not cancel this call (or shield it).
         """
-        views = int32s_per_group(blocks, self._groups)
+        views = self._columns(blocks)
         page = natural(first_page, "first_page")
         begun = await self._transfer(self._load_message(lease, page, views), views, lease)
         return None if begun is None else AsyncLoadHandle(self._port, *begun, self._transfer_end())
@@ -222,7 +245,7 @@ class AsyncClient:
         call (or shield it): the handle would be lost while the daemon may read on.
         """
         view = int32s(tokens, "tokens")
-        views = int32s_per_group(blocks, self._groups)
+        views = self._columns(blocks)
         page = natural(first_page, "first_page")
         begun = await self._transfer(self._store_message(view, page, views, scope), (view, *views), 0)
         return None if begun is None else AsyncStoreHandle(self._port, *begun, self._transfer_end())
@@ -235,7 +258,7 @@ class AsyncClient:
         None at once: not sent, and nothing was or will be written. No session is open, the daemon is silent, no
         credit or fence slot is free, or another thread has the turn. The lease stays the caller's in every
         case. If the daemon refuses, the handle becomes `failed` and `settled` as soon as replies are taken."""
-        views = int32s_per_group(blocks, self._groups)
+        views = self._columns(blocks)
         page = natural(first_page, "first_page")
         begun = await self._begin(self._load_message(lease, page, views), views)
         return None if begun is None else AsyncLoadHandle(self._port, *begun, self._transfer_end())
@@ -248,7 +271,7 @@ class AsyncClient:
         None at once: not sent, and nothing is or will be read; for the reasons of `begin_load`. Else the source
         blocks must stay untouched until the handle is `settled`."""
         view = int32s(tokens, "tokens")
-        views = int32s_per_group(blocks, self._groups)
+        views = self._columns(blocks)
         page = natural(first_page, "first_page")
         begun = await self._begin(self._store_message(view, page, views, scope), (view, *views))
         return None if begun is None else AsyncStoreHandle(self._port, *begun, self._transfer_end())
@@ -405,6 +428,11 @@ class AsyncClient:
             return Store(tokens.nbytes // 4, page, counts, fence.slot, fence.generation, scope)
 
         return make
+
+    def _columns(self, blocks: Sequence[Buffer]) -> tuple[memoryview, ...]:
+        if self._session.memoryless:
+            raise ValueError("this client has no pool: load and store in the process that has one")
+        return int32s_per_group(blocks, self._groups)
 
     def _transfer_end(self) -> float:
         return self._port.now() + self._options.load_timeout_s

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from hicache.base.errors import ErrorCode, HiCacheError
@@ -65,11 +66,13 @@ class Lifeline:
     def fd(self) -> int:
         return self._socket.fileno()
 
-    def attach(self, message: Attach, pool_fd: int, fence_fd: int) -> None:
-        """Hand over the memory. Raises `HiCacheError(TIMEOUT)` if the daemon is gone."""
+    def attach(self, message: Attach, fds: Sequence[int]) -> None:
+        """Hand over the memory: the descriptors of pool and fences, or none.
+
+        Raises `HiCacheError(TIMEOUT)` if the daemon is gone."""
         packet = encode_packet(message, 0, message.epoch)
         try:
-            socket.send_fds(self._socket, [packet], [pool_fd, fence_fd])
+            socket.send_fds(self._socket, [packet], fds)
         except OSError as error:
             raise HiCacheError(ErrorCode.TIMEOUT, f"the daemon hung up: {error.strerror}", REMEDY) from error
 

@@ -15,6 +15,7 @@ class ClientOptions:
     runtime_dir: Path | None = None
     tenant: str = "default"
     credential: str = ""
+    group: bytes = b""  # 16 bytes that the processes of one engine share, and with them their leases; empty: none
     engine: str = ""  # free text for the daemon's status pages
     connect_timeout_s: float = 5.0  # one attempt to register, over however many calls it stretches
     request_timeout_s: float = 1.0  # any one call

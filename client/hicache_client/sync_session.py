@@ -59,7 +59,7 @@ class Registration:
     model: ModelSpec
     layout: L1Layout
     shard: ShardSpec
-    pool: SharedPool
+    pool: SharedPool | None
 
 
 @dataclass(slots=True)
@@ -94,6 +94,11 @@ class Session:
         self._attempt: _Attempt | None = None
         self._said = ""
         self.closed = False
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether it asks for others."""
+        return self._registration.pool is None
 
     def try_now(self) -> None:
         """Forget the pause: the next call tries."""
@@ -259,17 +264,19 @@ class Session:
     def _attach(self) -> _Attempt:
         lifeline = self._sockets.lifeline = Lifeline(self._dir / LIFELINE_NAME)
         self._epoch += 1
-        slots = self._options.fence_slots
+        slots, pool = self._options.fence_slots, self._registration.pool
         try:
             # The backing before the descriptor: a pool that is severed in between is then seen to be.
-            fences = FenceArea(slots, lifeline.over, self._registration.pool.backing)
+            fences = FenceArea(slots, lifeline.over, None if pool is None else pool.backing)
         except BaseException:
             lifeline.close()
             raise
         attempt = _Attempt(lifeline, fences, self._epoch, self.port.now() + self._options.connect_timeout_s)
         self._attempt = attempt  # from here on it is dropped on failure
-        attach = Attach(self._instance, self._epoch, self._registration.pool.size_bytes, slots)
-        lifeline.attach(attach, self._registration.pool.fd, fences.fd)
+        if pool is None:
+            lifeline.attach(Attach(self._instance, self._epoch, 0, 0), ())
+        else:
+            lifeline.attach(Attach(self._instance, self._epoch, pool.size_bytes, slots), (pool.fd, fences.fd))
         return attempt
 
     def _advance(self, attempt: _Attempt, deadline: float) -> Link | None:
@@ -326,6 +333,7 @@ class Session:
             tenant=self._options.tenant,
             credential=self._options.credential,
             engine=self._options.engine,
+            group=self._options.group,
         )
 
     def _check_age(self, attempt: _Attempt) -> None:

@@ -74,7 +74,8 @@ LIMITS = ClientLimits(
 
 @dataclass(slots=True)
 class FakeSession:
-    """What one Attach brought. `pool` is the client's L1 memory, `fences` its fence words."""
+    """What one Attach brought. `pool` is the client's L1 memory, `fences` its fence words; a client without memory
+    gets some that it does not see."""
 
     attach: Attach
     pool: mmap.mmap
@@ -286,8 +287,9 @@ class FakeDaemon:
         message = decode_packet(packet, Limits()).message
         assert isinstance(message, Attach)
         if self.refuse_attach is None:
-            pool = mmap.mmap(fds[0], message.pool_bytes)
-            fences = memoryview(mmap.mmap(fds[1], message.fence_slots * SLOT_BYTES)).cast("Q")
+            sizes = (message.pool_bytes, message.fence_slots * SLOT_BYTES) if fds else (4096, 4096)
+            pool, words = (mmap.mmap(fd, size) for fd, size in zip(fds or (-1, -1), sizes, strict=True))
+            fences = memoryview(words).cast("Q")
             self.sessions[message.instance, message.epoch] = FakeSession(message, pool, fences, connection)
         return self.refuse_attach or Attached(self.boot_id)
 

@@ -12,6 +12,7 @@ from hicache.spec.layout import check_layout
 
 CREDENTIAL_BYTES = 4096
 TEXT_CHARS = 256
+GROUP_BYTES = 16
 
 
 def read_credential(tenant: str, path: Path) -> bytes:
@@ -66,6 +67,9 @@ class Tenants:
 def check_hello(hello: Hello, attach: Attach, tenants: Tenants, limits: Limits) -> int:
     """The protocol version to speak. Raises `HiCacheError` with what does not fit and what to do."""
     version = choose(hello.versions)
+    if len(hello.group) not in (0, GROUP_BYTES):
+        text = f"Hello: group must have 0 or {GROUP_BYTES} bytes, got {len(hello.group)}"
+        raise HiCacheError(ErrorCode.BAD_SPEC, text, "draw 16 random bytes per engine")
     for name, text in (("tenant", hello.tenant), ("engine", hello.engine)):
         if len(text) > TEXT_CHARS or (name == "tenant" and not text):
             raise HiCacheError(ErrorCode.BAD_SPEC, f"Hello: {name} must have 1 to {TEXT_CHARS} characters")
@@ -73,7 +77,7 @@ def check_hello(hello: Hello, attach: Attach, tenants: Tenants, limits: Limits) 
     hello.model.check(limits.groups, limits.layers)
     hello.shard.check()
     check_layout(hello.model, hello.layout, limits.pool_bytes)
-    if hello.layout.pool_bytes > attach.pool_bytes:
+    if attach.pool_bytes and hello.layout.pool_bytes > attach.pool_bytes:
         raise HiCacheError(
             ErrorCode.BAD_SPEC,
             f"layout: pool_bytes {hello.layout.pool_bytes} is more than the {attach.pool_bytes} that were attached",

@@ -194,6 +194,8 @@ class Front:
             hello.model,
             hello.layout,
             hello.shard,
+            hello.group,
+            session.memory,
         )
         try:
             self.feed(opened)
@@ -228,16 +230,17 @@ class Front:
         elif len(self.sessions) >= self.limits.sessions:
             raise HiCacheError(ErrorCode.BUSY, f"{self.limits.sessions} sessions are open, the limit", "try later")
         session_id, attach = self.sessions.new_id(), attachment.attach
-        pool_fd, fence_fd = attachment.fds
-        self.lanes.attach(
-            SessionId(session_id),
-            pool_fd,
-            attach.pool_bytes,
-            fence_fd,
-            attach.fence_slots,
-            model=hello.model,
-            layout=hello.layout,
-        )
+        if attach.pool_bytes:
+            pool_fd, fence_fd = attachment.fds
+            self.lanes.attach(
+                SessionId(session_id),
+                pool_fd,
+                attach.pool_bytes,
+                fence_fd,
+                attach.fence_slots,
+                model=hello.model,
+                layout=hello.layout,
+            )
         pid, now_s = attachment.pid, self.clock.monotonic_s()
         self.lifeline.bind(attachment, session_id)
         session = Session(
@@ -252,6 +255,8 @@ class Front:
             pid=pid,
             opened_s=now_s,
             heard_s=now_s,
+            group=hello.group,
+            memory=attach.pool_bytes > 0,
         )
         self.sessions.add(session)
         return session

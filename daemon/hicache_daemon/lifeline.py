@@ -249,6 +249,10 @@ def check_attach(message: Attach, fds: list[int], limits: Limits) -> None:
         raise bad(f"instance must have {INSTANCE_BYTES} bytes, got {len(message.instance)}")
     if not 0 <= message.epoch < 1 << 32:
         raise bad(f"epoch must fit 32 bits, got {message.epoch}")
+    if not message.pool_bytes and not message.fence_slots:  # it asks for others
+        if fds:
+            raise bad(f"no file descriptors come with 0 pool_bytes and 0 fence_slots, got {len(fds)}")
+        return
     if not 0 < message.pool_bytes <= limits.pool_bytes:
         raise bad(f"pool_bytes must be 1 to {limits.pool_bytes}, got {message.pool_bytes}")
     if not 0 < message.fence_slots <= limits.fence_slots:

@@ -19,6 +19,8 @@ class Session:
     pid: int
     opened_s: float
     heard_s: float
+    group: bytes = b""  # of one engine's processes
+    memory: bool = True  # whether it can load and store
     open: set[int] = field(default_factory=set)  # request ids not yet answered: the credits in use
     requests: int = 0
     silent: bool = False  # its replies cannot be delivered; it is being closed

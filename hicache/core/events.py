@@ -25,6 +25,8 @@ class SessionOpened:
     model: ModelSpec
     layout: L1Layout
     shard: ShardSpec
+    group: bytes = b""  # of one engine's processes, which share leases; empty: none
+    memory: bool = True  # whether it can load and store
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,6 @@ class Leases:
         self._leases[lease.id] = lease
         return lease
 
-    def of(self, session: SessionId, id: LeaseId) -> Lease | None:
-        """The lease if it exists and is that session's."""
-        lease = self._leases.get(id)
-        return lease if lease is not None and lease.session == session else None
-
     def get(self, id: LeaseId) -> Lease | None:
         return self._leases.get(id)
 

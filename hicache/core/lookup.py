@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hicache.base.errors import ErrorCode, HiCacheError
-from hicache.base.ids import TOKEN_BYTES, LeaseId, NamespaceId, SessionId
+from hicache.base.ids import TOKEN_BYTES, LeaseId, NamespaceId
 from hicache.core import announce, disk
 from hicache.core.commands import Reply
 from hicache.core.events import ExtendAsked, LookupAsked
@@ -182,7 +182,7 @@ def extend(world: World, event: ExtendAsked) -> None:
     """Look further along a leased sequence. `event.tokens` follow the pages that the lease holds."""
     session = world.worker(event.session)
     count = count_tokens(world, event.tokens)
-    lease = lease_of(world, event.session, event.lease)
+    lease = lease_of(world, session, event.lease)
     if lease.rows.size < lease.promised:
         raise lost_pages(lease)
     namespace = world.namespaces[lease.namespace]
@@ -207,14 +207,21 @@ def extend(world: World, event: ExtendAsked) -> None:
     world.out.append(Reply(event.session, event.request, match))
 
 
-def lease_of(world: World, session: SessionId, id: LeaseId) -> Lease:
-    """Raises `HiCacheError(UNKNOWN_LEASE)` unless the lease lives and is that session's."""
-    lease = world.leases.of(session, id)
+def lease_of(world: World, session: Session, id: LeaseId) -> Lease:
+    """The lease if it lives, is that session's or its engine's, and of the session's shard: the bytes of another
+    model, layout or shard are not this session's. Raises `HiCacheError(UNKNOWN_LEASE | BAD_SPEC)`."""
+    lease = world.lease_for(session, id)
     if lease is None:
         raise HiCacheError(
             ErrorCode.UNKNOWN_LEASE,
             f"lease {id} does not exist, has expired or belongs to another session",
             "look up again",
+        )
+    if world.namespaces[lease.namespace].shape.fingerprint != session.shape.fingerprint:
+        raise HiCacheError(
+            ErrorCode.BAD_SPEC,
+            f"lease {id} is of another model, layout or shard than this session",
+            "look up with the model, layout and shard that loads",
         )
     return lease
 

@@ -135,10 +135,10 @@ def drop_if_done(world: World, session: Session) -> None:
 
 def renew(world: World, event: RenewAsked) -> None:
     """Answers with the number of leases still held; without leases it is a heartbeat."""
-    world.client(event.session)
+    session = world.client(event.session)
     held = 0
     for lease_id in event.leases:
-        lease = world.leases.of(event.session, lease_id)
+        lease = world.lease_for(session, lease_id)
         if lease is not None:
             world.leases.renew(lease, world.now_s + world.limits.lease_ttl_s)
             held += 1
@@ -146,11 +146,11 @@ def renew(world: World, event: RenewAsked) -> None:
 
 
 def release(world: World, event: ReleaseAsked) -> None:
-    """Idempotent: leases that are not there, or not this session's, are passed over."""
-    world.client(event.session)
+    """Idempotent: leases that are not there, or not this session's nor its engine's, are passed over."""
+    session = world.client(event.session)
     ended = 0
     for lease_id in event.leases:
-        lease = world.leases.of(event.session, lease_id)
+        lease = world.lease_for(session, lease_id)
         if lease is not None:
             world.end_lease(lease)
             ended += 1

@@ -30,7 +30,8 @@ from hicache.protocol.messages import Accepted, Done
 
 def load(world: World, event: LoadAsked) -> None:
     session = world.worker(event.session)
-    lease = lookup.lease_of(world, event.session, event.lease)
+    session.need_memory()
+    lease = lookup.lease_of(world, session, event.lease)
     pages = check_starts(session.shape, event.blocks)
     if event.first_page < 0 or event.first_page + pages > lease.promised:
         raise HiCacheError(

@@ -67,6 +67,7 @@ def group_copies(
 
 def store(world: World, event: StoreAsked) -> None:
     session = world.worker(event.session)
+    session.need_memory()
     size = session.shape.page_tokens
     count = lookup.count_tokens(world, event.tokens)
     pages = count // size

@@ -84,12 +84,27 @@ class Session:
     shape: Shape
     layout_fingerprint: Fingerprint
     secret: bytes = field(repr=False)
+    group: bytes = b""
+    memory: bool = True
     heard_s: float = 0.0
     state: str = ACTIVE
     reason: str = ""
     leases: set[LeaseId] = field(default_factory=set)
     tickets: set[TicketId] = field(default_factory=set)
     _namespaces: dict[Scope, NamespaceId] = field(default_factory=dict)
+
+    def same_engine(self, other: "Session") -> bool:
+        """Whether the two may use each other's leases."""
+        return self is other or (bool(self.group) and (self.group, self.tenant) == (other.group, other.tenant))
+
+    def need_memory(self) -> None:
+        """Raises `HiCacheError(BAD_SPEC)` if there is no L1 of this session to copy from or to."""
+        if not self.memory:
+            raise HiCacheError(
+                ErrorCode.BAD_SPEC,
+                "this session attached no memory: it cannot load or store",
+                "load and store in the session of the process that has the pool",
+            )
 
     def namespace_of(self, scope: Scope) -> NamespaceId:
         """Raises `HiCacheError(MALFORMED)` for a scope that cannot be encoded."""
@@ -119,4 +134,6 @@ def open_session(event: SessionOpened, secret: bytes) -> Session:
         shape=shape_of(event.model, event.layout, event.shard, secret),
         layout_fingerprint=event.layout.fingerprint(),
         secret=secret,
+        group=event.group,
+        memory=event.memory,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.base.errors import ErrorCode, HiCacheError, LawBroken
-from hicache.base.ids import PageKey, RequestId, SessionId
+from hicache.base.ids import LeaseId, PageKey, RequestId, SessionId
 from hicache.base.limits import Limits
 from hicache.core.commands import Command, Reply, TouchRecords
 from hicache.core.counters import Counters
@@ -230,6 +230,14 @@ class World:
         self.maybe_dead.append(rows)
 
     # ---- leases -------------------------------------------------------------------------------------
+
+    def lease_for(self, session: Session, id: LeaseId) -> Lease | None:
+        """The lease if it exists and is that session's, or its engine's."""
+        lease = self.leases.get(id)
+        if lease is None:
+            return None
+        owner = self.sessions.get(lease.session)
+        return lease if owner is not None and session.same_engine(owner) else None
 
     def end_lease(self, lease: Lease) -> None:
         """Unpin a lease's pages; they count as used until now. Transfers that it began own what they need."""

@@ -26,6 +26,7 @@ from hicache.spec.model import ModelSpec, ShardSpec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # checked at decode: no reader meets a negative
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Group = Annotated[bytes, msgspec.Meta(max_length=16)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -48,7 +49,11 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Open a session. `instance` is the client's random id, `epoch` grows with each of its incarnations."""
+    """Open a session. `instance` is the client's random id, `epoch` grows with each of its incarnations.
+
+    Sessions of one tenant that name the same `group` (16 bytes nobody else can guess; empty: none) are processes of
+    one engine: what one leases, the others may load, extend, renew and release. A session whose Attach brought no
+    memory asks for others: it cannot load or store, and its layout only decides the namespace."""
 
     versions: tuple[Count, ...]
     instance: Instance  # the one that Attach carried
@@ -59,6 +64,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     tenant: str = "default"
     credential: str = ""
     engine: str = ""  # free text for status pages, e.g. "transformers 5.19"
+    group: Group = b""
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
@@ -218,7 +224,8 @@ DaemonMessage = Welcome | Refuse | Match | Accepted | Done | Busy | Error | Desc
 class Attach(_Message, frozen=True, tag="attach"):
     """First packet on the lifeline, with two file descriptors by SCM_RIGHTS: the L1 pool and the fence area.
 
-    Both are memfds sealed against shrinking, else a client could make the daemon fault."""
+    Both are memfds sealed against shrinking, else a client could make the daemon fault. A client without memory
+    says 0 `pool_bytes` and 0 `fence_slots` and sends no descriptor."""
 
     instance: Instance
     epoch: Count

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hicache.base.errors import ErrorCode, HiCacheError
 
-MAJOR = 1
+MAJOR = 2
 MINOR = 0
 
 

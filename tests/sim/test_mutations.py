@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hicache.base.errors import LawBroken
-from hicache.base.ids import NamespaceId
+from hicache.base.ids import LeaseId, NamespaceId
 from hicache.core import announce, disk, evict, opening, promote, publish
 from hicache.core.commands import DeleteRecords, FailFence
 from hicache.core.events import CopyEnded, StoreRead
-from hicache.core.leases import Lease, Leases
+from hicache.core.leases import Lease
 from hicache.core.residency import Int32s, Residency
 from hicache.core.sessions import Session, Shape
 from hicache.core.transfers import LoadTicket, StoreTicket
@@ -167,10 +167,10 @@ def late_answers_count(patch: Patch) -> None:
 
 
 def leases_are_anybodys(patch: Patch) -> None:
-    def wrong(self: Leases, session: int, id: int) -> Lease | None:
-        return self.get(id)  # type: ignore[arg-type]
+    def wrong(self: World, session: Session, id: LeaseId) -> Lease | None:
+        return self.leases.get(id)
 
-    patch.setattr(Leases, "of", wrong)
+    patch.setattr(World, "lease_for", wrong)
 
 
 def eviction_forgets_blocks(patch: Patch) -> None:

@@ -1,6 +1,6 @@
 """A state machine with one small model, and shorthands to drive it by hand."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -89,7 +89,13 @@ class Hand:
         return self.one(Reply).message
 
     def open(
-        self, session: int = 1, *, epoch: int = 1, instance: bytes = b"i" * 16, model: SimModel = MODELS[0]
+        self,
+        session: int = 1,
+        *,
+        epoch: int = 1,
+        instance: bytes = b"i" * 16,
+        model: SimModel = MODELS[0],
+        **more: Any,
     ) -> list[Command]:
         return self.feed(
             SessionOpened(
@@ -97,10 +103,11 @@ class Hand:
                 self.ask(),
                 instance,
                 epoch,
-                "t",
+                more.pop("tenant", "t"),
                 model.spec,
                 model.layout,
-                ShardSpec(),
+                more.pop("shard", ShardSpec()),
+                **more,
             )
         )
 

@@ -26,7 +26,7 @@ def test_a_proper_hello_agrees_on_a_version() -> None:
     ("changes", "code"),
     [
         ({"versions": ()}, ErrorCode.VERSION),
-        ({"versions": (2 << 8,)}, ErrorCode.VERSION),
+        ({"versions": (1 << 8,)}, ErrorCode.VERSION),
         ({"tenant": ""}, ErrorCode.BAD_SPEC),
         ({"tenant": "t" * 257}, ErrorCode.BAD_SPEC),
         ({"engine": "e" * 257}, ErrorCode.BAD_SPEC),
