@@ -10,7 +10,8 @@ from hicache.core.residency import Int32s
 @dataclass(slots=True)
 class Lease:
     """`rows` of the pages it pins, from page 0 on. `promised` pages were reported to the client; fewer rows mean
-    that a record turned out bad. `tickets` counts loads in flight: none lets it expire."""
+    that a record turned out bad. `tickets` counts loads in flight: none lets it expire. `fingerprint` of the model,
+    layout and shard that the pages are of (they may all have gone, and their namespace)."""
 
     id: LeaseId
     session: SessionId
@@ -18,6 +19,7 @@ class Lease:
     rows: Int32s
     promised: int
     expires_s: float
+    fingerprint: bytes = b""
     tickets: int = 0
 
 

@@ -171,6 +171,7 @@ def _match(lease: Lease | None, known_tokens: int, found: Reach, size: int) -> M
 
 def take_lease(world: World, session: Session, namespace: Namespace, rows: Int32s) -> Lease:
     lease = world.leases.add(session.id, namespace.index, rows.copy(), world.now_s + world.limits.lease_ttl_s)
+    lease.fingerprint = session.shape.fingerprint
     session.leases.add(lease.id)
     world.pin(lease.rows)
     world.touch(lease.rows)
@@ -217,7 +218,7 @@ def lease_of(world: World, session: Session, id: LeaseId) -> Lease:
             f"lease {id} does not exist, has expired or belongs to another session",
             "look up again",
         )
-    if world.namespaces[lease.namespace].shape.fingerprint != session.shape.fingerprint:
+    if lease.fingerprint != session.shape.fingerprint:
         raise HiCacheError(
             ErrorCode.BAD_SPEC,
             f"lease {id} is of another model, layout or shard than this session",
