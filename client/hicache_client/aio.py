@@ -18,6 +18,7 @@ import msgspec
 from hicache.base.errors import HiCacheError
 from hicache.protocol.messages import (
     Accepted,
+    ClientLimits,
     ClientMessage,
     DaemonMessage,
     Describe,
@@ -82,6 +83,12 @@ class AsyncClient:
         """The boot id of the daemon that holds our session, 0 if none does."""
         link = self._session.link
         return link.boot_id if link is not None else 0
+
+    @property
+    def limits(self) -> ClientLimits | None:
+        """The daemon's bounds as its Welcome named them, None if no session is open."""
+        link = self._session.link
+        return link.limits if link is not None else None
 
     async def connect(self, wait_s: float | None = None) -> bool:
         """Open a session now, pause or not; whether one is open.

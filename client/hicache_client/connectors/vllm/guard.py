@@ -17,6 +17,10 @@ _T = TypeVar("_T")
 _log = logging.getLogger("hicache.vllm")
 
 
+class RefusedError(RuntimeError):
+    """Something does not fit, and `on_error` says refuse: vLLM's start ends with this. The guard lets it pass."""
+
+
 class Guard:
     """The guard of one side. `observe(hook, seconds)` is told how long each call took, fallback included."""
 
@@ -31,6 +35,8 @@ class Guard:
         begun = time.perf_counter()
         try:
             return call()
+        except RefusedError:
+            raise
         except Exception as error:  # noqa: BLE001 - `caught` says it: no bug of ours may end somebody's engine
             self.caught_one(hook, error)
             return fallback()
