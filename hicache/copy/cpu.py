@@ -9,7 +9,6 @@ docs/internals/copy.md holds the measurements behind each choice.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -21,9 +20,10 @@ from hicache.copy.geometry import Axes, canonical, neighbour_step
 from hicache.plan.overlap import layer_waves
 from hicache.plan.ranges import Runs, coalesce
 
-# One call moves at most this much, so that a cancelled copy ends within about a millisecond; and after about as much
-# the fence is asked whether the copy was revoked.
+# One call moves at most this much, so that a cancelled copy ends within about a millisecond.
 CALL_BYTES = 4 << 20
+# After about as much the fence is asked whether the copy was revoked, which costs a few µs.
+PIECE_BYTES = 16 << 20
 
 _ITEMS: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -89,15 +89,13 @@ def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple
         low = end
 
 
-def _pieces(runs: Runs, pages: int) -> Iterator[Runs]:
-    """Cut `runs` after every `pages` pages, to the next end of a run: no piece is longer than twice that."""
-    ends = np.cumsum(runs.count)
-    if ends[-1] <= pages:
-        yield runs
-        return
-    cuts = np.unique(np.searchsorted(ends, np.arange(pages, ends[-1], pages)) + 1).tolist()
-    for low, high in pairwise([0, *cuts, len(ends)]):
-        yield Runs(runs.l2[low:high], runs.l1[low:high], runs.count[low:high])
+def _pieces(runs: Runs, total: int, pages: int) -> list[Runs]:
+    """Cut `runs`, of `total` pages together, into pieces of `pages` pages on average."""
+    n = len(runs.count)
+    step = max(1, n * pages // total)
+    if step >= n:
+        return [runs]
+    return [Runs(runs.l2[i : i + step], runs.l1[i : i + step], runs.count[i : i + step]) for i in range(0, n, step)]
 
 
 class CpuMover:
@@ -142,12 +140,12 @@ class CpuMover:
     def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool, fence: FenceWriter) -> None:
         bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
         steps = (plan.block_bytes, plan.step)
-        pages = max(1, CALL_BYTES // bytes_per_block)
-        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, pages)
+        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, max(1, CALL_BYTES // bytes_per_block))
+        pieces = _pieces(runs, len(plan.l1_starts), max(1, PIECE_BYTES // bytes_per_block))
         copy = self._copy_runs if plan.geometry.starts_per_block == 1 else self._copy_cut_runs
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
-            for piece in _pieces(runs, pages):
+            for piece in pieces:
                 if fence.revoked():
                     raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
                 copy(l1, l2, piece, plan, to_l1)

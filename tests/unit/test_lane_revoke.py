@@ -135,7 +135,7 @@ def test_what_is_revoked_before_it_begins_moves_nothing(to_l1: bool) -> None:
 def test_a_load_stops_in_the_middle_of_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers move as one wave here; it is asked for after every second page."""
     pages_asked_for = 2
-    monkeypatch.setattr(cpu, "CALL_BYTES", pages_asked_for * LAYERS * BLOCK_LAYER)
+    monkeypatch.setattr(cpu, "PIECE_BYTES", pages_asked_for * LAYERS * BLOCK_LAYER)
     geometry = GroupGeometry(tuple(range(LAYERS)), BLOCK_LAYER, (0, 1024, 2048, 3072), 13, 4096, (), BLOCK_LAYER, 2)
     arena, pool = random_bytes(13 * BLOCK, 3), np.zeros(13 * 4096, np.uint8)
 
