@@ -90,6 +90,11 @@ class AsyncClient:
         link = self._session.link
         return link.limits if link is not None else None
 
+    @property
+    def failure(self) -> HiCacheError | None:
+        """Why the last attempt to open a session came to nothing; None if it did not, or none was made."""
+        return self._session.failure
+
     async def connect(self, wait_s: float | None = None) -> bool:
         """Open a session now, pause or not; whether one is open.
 

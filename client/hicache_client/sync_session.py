@@ -93,6 +93,7 @@ class Session:
         self._lease_numbers = count(1)
         self._attempt: _Attempt | None = None
         self._said = ""
+        self.failure: HiCacheError | None = None  # why the last attempt to open a session came to nothing
         self.closed = False
 
     @property
@@ -249,13 +250,15 @@ class Session:
             link = self._advance(self._attempt, deadline)
         except (HiCacheError, OSError, zmq.ZMQError) as error:  # the last two: out of descriptors or memory
             self._drop_attempt()
-            code = error.code if isinstance(error, HiCacheError) else ErrorCode.INTERNAL
+            self.failure = error if isinstance(error, HiCacheError) else HiCacheError(ErrorCode.INTERNAL, str(error))
+            code = self.failure.code
             self._backoff.failed(self.port.now())
             self._say(f"away {code}", logging.WARNING, "hicache is away, running uncached: %s", str(error))
             return
         if link is not None:
             self._attempt = None
             self.link = link
+            self.failure = None
             self._stats.connects += 1
             if link.epoch <= self._renounced:
                 link.dead = link.dead or "given up while it was opened"
