@@ -176,13 +176,22 @@ class Client:
 
     # ---- verbs ------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: Buffer, limit_tokens: int, scope: Scope = _NO_SCOPE, *, lease: bool = True) -> Match:
+    def lookup(
+        self,
+        tokens: Buffer,
+        limit_tokens: int,
+        scope: Scope = _NO_SCOPE,
+        *,
+        lease: bool = True,
+        partial: bool = False,
+    ) -> Match:
         """How far is this prompt known? `tokens`: little-endian int32, any contiguous buffer.
 
-        `Match.lease` is a number of this client's (valid until released, or the session ends). Failure: EMPTY.
+        `Match.lease` is a number of this client's (valid until released, or the session ends). `partial`: also tell
+        of a page of which only the first tokens are the prompt's. Failure: EMPTY.
         """
         view = int32s(tokens, "tokens")
-        message = Lookup(view.nbytes // 4, natural(limit_tokens, "limit_tokens"), lease, scope)
+        message = Lookup(view.nbytes // 4, natural(limit_tokens, "limit_tokens"), lease, scope, partial)
         answer = self._request(lambda link: message, (view,), attempts=2)
         return self._matched(answer)
 

@@ -282,15 +282,15 @@ def _event(session: SessionId, request: RequestId, message: ClientMessage, buffe
     match message:
         case Lookup():
             tokens = bytes(buffers[0])
-            return LookupAsked(session, request, tokens, message.limit_tokens, message.lease, message.scope)
+            limit, lease = message.limit_tokens, message.lease
+            return LookupAsked(session, request, tokens, limit, lease, message.scope, message.partial)
         case Extend():
-            lease = LeaseId(message.lease)
-            return ExtendAsked(session, request, lease, bytes(buffers[0]), message.limit_tokens)
+            return ExtendAsked(session, request, LeaseId(message.lease), bytes(buffers[0]), message.limit_tokens)
         case Prefetch():
             return PrefetchAsked(session, request, bytes(buffers[0]), message.scope)
         case Load():
-            lease, blocks = LeaseId(message.lease), _int32s(buffers)
-            return LoadAsked(session, request, lease, message.first_page, blocks, message.fence, message.generation)
+            named, blocks = LeaseId(message.lease), _int32s(buffers)
+            return LoadAsked(session, request, named, message.first_page, blocks, message.fence, message.generation)
         case Store():
             return StoreAsked(
                 session,

@@ -46,6 +46,7 @@ class LookupAsked:
     limit_tokens: int
     lease: bool
     scope: Scope
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class Lease:
     promised: int
     expires_s: float
     fingerprint: bytes = b""
+    partial_tokens: int = 0  # of the last row, if that is a page of which only the first tokens are the client's
     tickets: int = 0
 
 

@@ -8,7 +8,7 @@ key chain is walked until the first unknown key, and what is found is planted in
              |<---- resumable ---->|<---- pending ---------->|
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,19 +27,25 @@ from hicache.protocol.messages import Match, Scope
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Rows of the known pages of a sequence, page 0 first, and how many tokens the index knows."""
+    """Rows of the known pages of a sequence, page 0 first, and how many tokens the index knows. `next_row`: of a page
+    that follows them, of which the sequence's tokens up to the known are the first; -1 if there is none."""
 
     rows: Int32s
     known_tokens: int
+    next_row: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a path can be resumed, in pages: `ready` of which `l2` are in L2; `pending` follow them."""
+    """How far a path can be resumed, in pages: `ready` of which `l2` are in L2; `pending` follow them. And the page
+    `partial_row` (-1: none), of which only the first `partial_tokens` are the sequence's."""
 
     ready: int
     l2: int
     pending: int
+    partial_row: int = -1
+    partial_tokens: int = 0
+    partial_l3: bool = False
 
 
 def count_tokens(world: World, tokens: bytes) -> int:
@@ -76,7 +82,7 @@ def find_path(world: World, namespace: Namespace, tokens: bytes) -> Path:
     rows = match.rows
     size = namespace.shape.page_tokens
     if rows.size == len(tokens) // (TOKEN_BYTES * size):
-        return Path(rows, match.known_tokens)
+        return Path(rows, match.known_tokens, namespace.tree.continuation(match))
     last = world.residency.key[rows[-1]] if rows.size else namespace.id
     more = []
     row_of = world.residency.row_of
@@ -86,7 +92,7 @@ def find_path(world: World, namespace: Namespace, tokens: bytes) -> Path:
             break
         more.append(row)
     if not more:
-        return Path(rows, match.known_tokens)
+        return Path(rows, match.known_tokens, namespace.tree.continuation(match))
     rows = np.concatenate((rows, np.array(more, np.int32)))
     plant(world, namespace, tokens[: rows.size * size * TOKEN_BYTES], rows)
     return Path(rows, max(match.known_tokens, rows.size * size))
@@ -120,6 +126,17 @@ def reach(world: World, rows: Int32s, most: int) -> Reach:
     return Reach(ready, int(np.count_nonzero(in_l2[:ready])), pending)
 
 
+def with_partial(world: World, path: Path, found: Reach, limit: int, size: int) -> Reach:
+    """The same, and the page beyond if some of its tokens are known and within `limit` (tokens)."""
+    at = found.ready
+    row = int(path.rows[at]) if at < path.rows.size else path.next_row
+    tokens = min(limit, path.known_tokens) - at * size
+    if row < 0 or not 0 < tokens < size or found.pending or at < min(limit // size, path.rows.size):
+        return found
+    page = reach(world, np.array([row], np.int32), 1)
+    return replace(found, partial_row=row, partial_tokens=tokens, partial_l3=not page.l2) if page.ready else found
+
+
 def _leading(mask: Mask) -> int:
     """Number of leading True."""
     if not mask.size:
@@ -139,9 +156,16 @@ def lookup(world: World, event: LookupAsked) -> None:
     size = session.shape.page_tokens
     if namespace is not None:
         path = find_path(world, namespace, event.tokens)
-        found = reach(world, path.rows, max(0, min(event.limit_tokens, count)) // size)
-        if event.lease and found.ready:
-            lease = take_lease(world, session, namespace, path.rows[: found.ready])
+        limit = max(0, min(event.limit_tokens, count))
+        found = reach(world, path.rows, limit // size)
+        if event.partial:
+            found = with_partial(world, path, found, limit, size)
+        rows = path.rows[: found.ready]
+        if found.partial_tokens:
+            rows = np.append(rows, np.int32(found.partial_row))
+        if event.lease and rows.size:
+            lease = take_lease(world, session, namespace, rows)
+            lease.partial_tokens = found.partial_tokens
     if event.lease:
         _count(world, count, found, size)
     else:
@@ -153,9 +177,10 @@ def _count(world: World, looked_up: int, found: Reach, size: int) -> None:
     counters = world.counters
     counters.lookups += 1
     counters.tokens_looked_up += looked_up
-    counters.tokens_l2 += found.l2 * size
-    counters.tokens_l3 += (found.ready - found.l2) * size
-    counters.tokens_missed += looked_up - found.ready * size
+    partial_l3 = found.partial_tokens if found.partial_l3 else 0
+    counters.tokens_l2 += found.l2 * size + found.partial_tokens - partial_l3
+    counters.tokens_l3 += (found.ready - found.l2) * size + partial_l3
+    counters.tokens_missed += looked_up - found.ready * size - found.partial_tokens
 
 
 def _match(lease: Lease | None, known_tokens: int, found: Reach, size: int) -> Match:
@@ -166,6 +191,8 @@ def _match(lease: Lease | None, known_tokens: int, found: Reach, size: int) -> M
         l2_tokens=found.l2 * size,
         l3_tokens=(found.ready - found.l2) * size,
         pending_tokens=found.pending * size,
+        partial_tokens=found.partial_tokens,
+        partial_l3=found.partial_l3,
     )
 
 
@@ -186,10 +213,14 @@ def extend(world: World, event: ExtendAsked) -> None:
     lease = lease_of(world, session, event.lease)
     if lease.rows.size < lease.promised:
         raise lost_pages(lease)
+    if lease.partial_tokens:  # the caller goes on from the last whole page
+        world.unpin(lease.rows[-1:])
+        lease.rows, lease.partial_tokens, lease.promised = lease.rows[:-1], 0, lease.promised - 1
     namespace = world.namespaces[lease.namespace]
     size, held = namespace.shape.page_tokens, lease.rows.size
     more: list[int] = []
-    for key in namespace.shape.chain.walk(world.residency.key[lease.rows[-1]], event.tokens):
+    last = world.residency.key[lease.rows[-1]] if held else namespace.id
+    for key in namespace.shape.chain.walk(last, event.tokens):
         row = world.residency.row_of.get(key)
         if row is None:
             break

@@ -240,8 +240,11 @@ def prefetch(world: World, event: PrefetchAsked) -> None:
     ticket = PrefetchTicket(world.tickets.new_id(), session.id, event.request)
     rows = missing = NO_ROWS
     if namespace is not None:
-        path = lookup.find_path(world, namespace, event.tokens).rows
-        rows = path[: lookup.reach(world, path, count // session.shape.page_tokens).ready]
+        path, size = lookup.find_path(world, namespace, event.tokens), session.shape.page_tokens
+        found = lookup.with_partial(world, path, lookup.reach(world, path.rows, count // size), count, size)
+        rows = path.rows[: found.ready]
+        if found.partial_tokens:
+            rows = np.append(rows, np.int32(found.partial_row))
         missing = rows[world.residency.l2[rows] == ABSENT]
         world.pin(rows)
         world.touch(rows)

@@ -134,6 +134,19 @@ class RadixTree:
             runs.append(child.rows[:pages])
         return PathMatch(known, runs, child)
 
+    def continuation(self, match: PathMatch) -> int:
+        """Row of the page in which `match` ends short of the page's end: it begins with the same tokens and goes on
+        with others, or further. -1 if no known page does. Of several any one."""
+        known, size = match.known_tokens, self.page_tokens
+        if known % size == 0:
+            return -1
+        end, node = known - known % size + size, match.node
+        while node.end < end:
+            if not node.children:
+                return -1
+            node = next(iter(node.children.values()))
+        return int(node.rows[end // size - 1 - node.start // size])
+
     @staticmethod
     def tokens_of(node: Node, first: int, last: int) -> bytes:
         """Tokens of positions `first` … `last - 1` on the path that ends in `node`, which must reach that far."""

@@ -71,13 +71,15 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     """How far is this prompt known? Frame 0: `tokens` int32.
 
     With `lease` the resumable pages are kept until Release, Goodbye, death or an unrenewed expiry; without
-    it this is a probe and touches neither recency nor leases. `limit_tokens` caps the resumable length.
+    it this is a probe and touches neither recency nor leases. `limit_tokens` caps the resumable length. `partial`:
+    the engine can use the first tokens of a page and compute the rest of it anew.
     """
 
     tokens_count: Count
     limit_tokens: Count
     lease: bool = True
     scope: Scope = Scope()
+    partial: bool = False
 
 
 class Extend(_Message, frozen=True, tag="extend"):
@@ -172,7 +174,11 @@ class Refuse(_Message, frozen=True, tag="refuse"):
 
 class Match(_Message, frozen=True, tag="match"):
     """`known_tokens`: to the token. `resumable_tokens`: to the page, of which `l2_tokens + l3_tokens` is the
-    whole. `pending_tokens`: beyond the resumable, being written right now. `lease` is 0 if none was taken."""
+    whole. `pending_tokens`: beyond the resumable, being written right now. `lease` is 0 if none was taken.
+
+    `partial_tokens`, if the Lookup asked for them: so many tokens follow the resumable ones in a page that begins
+    with them and goes on with others, or beyond the limit. The lease holds it as its last page. `partial_l3`: it is
+    not in L2."""
 
     lease: Count
     known_tokens: Count
@@ -180,6 +186,8 @@ class Match(_Message, frozen=True, tag="match"):
     l2_tokens: Count
     l3_tokens: Count
     pending_tokens: Count = 0
+    partial_tokens: Count = 0
+    partial_l3: bool = False
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -118,6 +118,10 @@ class Hand:
             StoreAsked(SessionId(session), self.ask(), text, first, blocks, 0, self.request, Scope(salt=salt))
         )
 
+    def store_text(self, text: bytes, first: int) -> list[Command]:
+        count = len(text) // 4 // PAGE - first
+        return self.feed(StoreAsked(SessionId(1), self.ask(), text, first, starts(count), 0, self.request, Scope()))
+
     def copied(self, *, ok: bool = True) -> list[Command]:
         return self.feed(CopyEnded(self.one(CopyPages).ticket, ok, "" if ok else "why"))
 
@@ -133,7 +137,12 @@ class Hand:
             self.written()
 
     def look(self, *pages: int, lease: bool = True, limit: int = 1 << 30, session: int = 1) -> Match:
-        self.feed(LookupAsked(SessionId(session), self.ask(), tokens(*pages), limit, lease, Scope()))
+        return self.look_for(tokens(*pages), lease=lease, limit=limit, session=session)
+
+    def look_for(
+        self, text: bytes, *, lease: bool = True, limit: int = 1 << 30, session: int = 1, partial: bool = False
+    ) -> Match:
+        self.feed(LookupAsked(SessionId(session), self.ask(), text, limit, lease, Scope(), partial))
         message = self.message()
         assert isinstance(message, Match), message
         return message

@@ -1,9 +1,15 @@
 """What a vLLM worker's KV cache looks like to the daemon: model, layout, shard. What is unknown is refused by name.
 
-vLLM's per-layer view is always logical [blocks, heads, tokens, content]; strides tell where it lies. A block of
-N tokens is cut into N/P pages of P tokens (see hicache/spec/layout.py: starts):
+vLLM's per-layer view is always logical [blocks, heads, tokens, content]; strides tell where it lies.
+
+Where tokens follow each other inside a block (MLA), a block of N tokens may be cut into N/P pages of P tokens:
 
     page j of block b, head h, token t:  view.data_ptr + b·sB + h·sH + (j·P + t)·sN     (strides in bytes)
+
+vLLM's CPU attention keeps K of a block and head as [dim][token], or in AMX tiles, and V behind it as [token][dim]: the
+bytes of one token are spread over the block, differently for each block size. So there a page is a whole block, and
+the order that decides what L2 holds names kernel and block size. Still no token's bytes depend on those after it: a
+block may be resumed at any of its tokens.
 """
 
 import hashlib
@@ -14,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from hicache.base.errors import HiCacheError
@@ -129,19 +136,21 @@ def register(  # noqa: PLR0913 - what decides a worker's identity, each from ano
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _one_spec(group)
         own = sorted(group.layer_names, key=_in_order)
-        tensors = [_tensor(kv_caches, name) for name in own]
+        layers = {name: _tensor(kv_caches, name) for name in own}
+        first = layers[own[0]]
         kind = _KINDS[type(spec)]
         described = GroupSpec(
             name=f"{kind}{index}" if index else kind,
             kind=kind,
             layers=tuple(order[name] for name in own),
-            kv_heads=tensors[0].shape[1],
+            kv_heads=first.shape[1],
             head_dim=spec.head_size,
-            dtype=str(tensors[0].dtype).removeprefix("torch."),
+            dtype=str(first.dtype).removeprefix("torch."),
             block_tokens=chosen,
         )
         groups.append(described)
-        places.append(_place(described, own, tensors, pool, chosen))
+        packing = _packing(vllm_config, spec) if kind == "full" else ""
+        places.append(_place(described, layers, pool, packing))
         cuts.append(spec.block_size // chosen)
     shard, writes = _shard(vllm_config, kv_cache_config, ranks, latent=all(g.kind == "latent" for g in groups))
     model = ModelSpec(
@@ -179,21 +188,43 @@ def _tensor(kv_caches: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def _default_page(groups: Sequence[Any], kv_caches: Mapping[str, torch.Tensor]) -> int:
     blocks = [_tensor(kv_caches, group.layer_names[0]).shape[2] for group in groups]
-    return PAGE_TOKENS if all(tokens % PAGE_TOKENS == 0 for tokens in blocks) else min(blocks)
+    cuttable = all(_KINDS[type(_one_spec(group))] == "latent" for group in groups)
+    return PAGE_TOKENS if cuttable and all(tokens % PAGE_TOKENS == 0 for tokens in blocks) else min(blocks)
 
 
-def _place(
-    group: GroupSpec, names: Sequence[str], tensors: Sequence[torch.Tensor], pool: SharedPool, page: int
-) -> GroupLayout:
-    first = tensors[0]
+def _packing(vllm_config: Any, spec: Any) -> str:
+    """Which kernel of vLLM's CPU attention writes blocks, and of how many tokens."""
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    kernel = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache_dtype)
+    return f"cpu-{kernel}-{spec.block_size}"
+
+
+def _place(group: GroupSpec, layers: Mapping[str, torch.Tensor], pool: SharedPool, packing: str) -> GroupLayout:
+    tensors = list(layers.values())
+    first, page = tensors[0], group.block_tokens
     item = first.element_size()
-    for name, tensor in zip(names, tensors, strict=True):
+    for name, tensor in layers.items():
         if (tensor.shape, tensor.stride(), tensor.dtype) != (first.shape, first.stride(), first.dtype):
-            raise UnknownLayout(f"layer {name}: shape {list(tensor.shape)} differs from {names[0]}'s in one group")
+            raise UnknownLayout(f"layer {name}: shape {list(tensor.shape)} differs from the first of its group")
         if not pool.address <= tensor.data_ptr() < pool.address + pool.size_bytes:
             raise UnknownLayout(f"layer {name}: its KV cache lies outside of the shared pool")
     blocks, heads, tokens, content = first.shape
     s_block, s_head, s_token = (first.stride(axis) * item for axis in range(3))
+    if group.kind == "full":
+        if page != tokens or s_token != content * item:
+            raise UnknownLayout(
+                f"group {group.name}: page_tokens is {page}, expected {tokens}: vLLM's CPU attention packs a block "
+                "as a whole; leave page_tokens out, and set block_size for smaller pages"
+            )
+        return GroupLayout(
+            group=group.name,
+            layer_offsets=tuple(tensor.data_ptr() - pool.address for tensor in tensors),
+            blocks=blocks,
+            block_stride=s_block,
+            axes=(Axis(heads, s_head),),
+            run_bytes=tokens * content * item,
+            order=f"head,{packing}",
+        )
     if tokens % page:
         raise UnknownLayout(
             f"group {group.name}: page_tokens {page} does not divide the {tokens} tokens of a block: change either"
