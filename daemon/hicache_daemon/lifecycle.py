@@ -86,6 +86,8 @@ class Daemon:
         try:
             parts.server.open(loop)
             parts.lifeline.open(loop)
+            if parts.cache.kv_events is not None:
+                parts.cache.kv_events.open(loop)
             parts.gauge.start()
             parts.watchdog.start()
             life.phase = Phase.RECOVERING
@@ -160,6 +162,8 @@ class Daemon:
             left_s = self._deadline_s - parts.clock.monotonic_s() if flush else 0.0
             timeout_s = max(STOP_NOW_S, left_s)
             await loop.run_in_executor(None, parts.stores.stop, flush, timeout_s)
+        if parts.cache.kv_events is not None:
+            parts.cache.kv_events.close()
         self._life.phase = Phase.STOPPED
         parts.log.info("daemon.stopped", exit_code=self._life.exit_code)
 

@@ -2,7 +2,8 @@
 
 socket ─► front ─feed─┐                          ┌─► front.reply, front.drop
 threads ─► inbox ─────┼─► CacheState.handle ─► commands ─► lanes
-timer ─► tick ────────┘   (one at a time)        └─► store threads
+timer ─► tick ────────┘   (one at a time)        ├─► store threads
+                                                 └─► routers
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 from hicache.base.clock import Clock
 from hicache.base.errors import LawBroken
 from hicache.core.commands import (
+    Announce,
     CancelCopy,
     Command,
     CopyPages,
@@ -29,6 +31,7 @@ from hicache.core.commands import (
 from hicache.core.events import Event, StoreDeleted, StoreRead, StoreRecovered, StoreWritten
 from hicache.core.state import CacheState
 from hicache_daemon.front import Front
+from hicache_daemon.kv_events import KvEvents
 from hicache_daemon.lanes import CpuLane
 from hicache_daemon.stores import Note, RecoveryEnded, StoreThreads
 
@@ -47,6 +50,7 @@ class CacheLoop:
     crash: Callable[[LawBroken], None]
     log: Any
     front: Front | None = None
+    kv_events: KvEvents | None = None  # None: the state announces nothing
     counters: dict[str, int] = field(default_factory=lambda: {"events": 0, "internal_errors": 0})
 
     def feed(self, event: Event) -> None:
@@ -107,6 +111,9 @@ class CacheLoop:
                     self.stores.submit(command)
                 else:
                     self._no_store(command)
+            case Announce():
+                if self.kv_events is not None:
+                    self.kv_events.announce(command)
             case DropSession():
                 raise AssertionError("handled by feed")
 

@@ -17,7 +17,7 @@ from hicache.base.errors import HiCacheError
 from hicache.base.ids import SessionId
 from hicache.core.events import SessionClosed
 from hicache.core.state import CacheState
-from hicache.core.world import CoreConfig
+from hicache.core.world import Announced, CoreConfig
 from hicache.store.lmdb import LmdbOptions, LmdbStore
 from hicache_daemon.admin.describe import Describer
 from hicache_daemon.admission import Tenants
@@ -27,6 +27,7 @@ from hicache_daemon.descriptors import raise_limit, sessions_that_fit
 from hicache_daemon.early_signals import handle_early_signals
 from hicache_daemon.front import Front
 from hicache_daemon.inbox import Inbox
+from hicache_daemon.kv_events import KvEvents, Numbers, Options
 from hicache_daemon.lanes import CpuLane
 from hicache_daemon.lifecycle import Daemon, Life, Parts
 from hicache_daemon.lifeline import Lifeline
@@ -137,14 +138,29 @@ def _close_arena(arena: Arena, log: Any) -> None:
 
 
 def _core_config(settings: Settings, store: LmdbStore | None) -> CoreConfig:
-    parent = settings.l2.parent
+    parent, told = settings.l2.parent, settings.kv_events
     return CoreConfig(
         arena_bytes=settings.l2.size,
         parent_bytes=None if parent == "auto" else parent,
         l3_mode="off" if store is None else store.stats().mode,
         l3_capacity_bytes=0 if store is None else settings.l3.size,
         write_policy=settings.l3.write_policy,
+        announced=Announced(frozenset(told.tenants), told.model) if told.enabled else None,
     )
+
+
+def _kv_events(settings: Settings, runtime: RuntimeDir, state: CacheState, log: Any) -> KvEvents | None:
+    told = settings.kv_events
+    if not told.enabled:
+        return None
+    options = Options(
+        endpoint=told.endpoint or f"ipc://{runtime.events}",
+        replay_endpoint=told.replay_endpoint or f"ipc://{runtime.replay}",
+        topic=told.topic,
+        buffer_bytes=told.replay_buffer,
+    )
+    numbers = Numbers(runtime.numbers, log)
+    return KvEvents(options, state, numbers, clock=MonotonicClock(), log=log)
 
 
 class _Builder:
@@ -183,6 +199,7 @@ class _Builder:
             crash=lambda error: daemon.crash(error),
             log=log,
         )
+        cache.kv_events = _kv_events(settings, runtime, cache.state, log)
         # After the lane has its threads, before ZeroMQ starts its own: an answer needs both the loop and those.
         favoured = favour_thread()
         server = Server(runtime.control, limits, lambda identity, frames: front.on_message(identity, frames), log)

@@ -10,6 +10,9 @@ from hicache_daemon.folders import why_unusable
 
 CONTROL_NAME = "control.sock"
 LIFELINE_NAME = "lifeline.sock"
+EVENTS_NAME = "events.sock"
+REPLAY_NAME = "replay.sock"
+NUMBERS_NAME = "events.next"
 LOCK_NAME = "hicached.lock"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less its terminator
 
@@ -32,6 +35,19 @@ class RuntimeDir:
     @property
     def lifeline(self) -> Path:
         return self.path / LIFELINE_NAME
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS_NAME
+
+    @property
+    def replay(self) -> Path:
+        return self.path / REPLAY_NAME
+
+    @property
+    def numbers(self) -> Path:
+        """Stays when the daemon ends: what follows in KV events goes on from there."""
+        return self.path / NUMBERS_NAME
 
     @classmethod
     def claim(cls, path: Path) -> "RuntimeDir":
@@ -65,7 +81,7 @@ class RuntimeDir:
             self._lock_fd = -1
 
     def _remove_sockets(self) -> None:
-        for name in (CONTROL_NAME, LIFELINE_NAME):
+        for name in (CONTROL_NAME, LIFELINE_NAME, EVENTS_NAME, REPLAY_NAME):
             (self.path / name).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""The control socket: the only ZeroMQ user in the daemon.
+"""The control socket, and how a private ZeroMQ socket is bound.
 
 A ROUTER on `ipc://`, driven by the loop's `add_reader` on the socket's own descriptor. That descriptor is
 edge-triggered: it becomes readable when something *changes*, and any call on the socket may consume the edge.
@@ -33,6 +33,7 @@ HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 MIN_DEPTH = 4 * BATCH  # replies: a turn of the loop may write BATCH of them before libzmq's thread sends one
 BACKLOG = 100  # connections that wait at the door
+HIDDEN_SUFFIX = ".new"  # of a socket that is not open yet
 
 OnMessage = Callable[[bytes, list[bytes]], None]
 
@@ -76,15 +77,7 @@ class Server:
         }
         for option, value in options.items():
             sock.setsockopt(option, value)
-        hidden = self._path.with_name(self._path.name + ".new")
-        listener = _listen(hidden)
-        sock.setsockopt(zmq.USE_FD, listener)  # from the bind on libzmq's to close
-        sock.bind(f"ipc://{hidden}")
-        try:
-            self._door = Door(listener, self._log)
-        except HiCacheError as error:  # another libzmq: better a daemon that a flood can end than none
-            self._log.warning("control.no_door", reason=error.message, remedy=error.remedy)
-        hidden.rename(self._path)  # only now may anybody connect
+        self._door = bind_private(sock, self._path, self._log)
         if self._door is not None:
             self._door.open(loop)
         self._loop = loop
@@ -114,7 +107,7 @@ class Server:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
-            self._path.unlink(missing_ok=True)  # libzmq leaves the file of a listener that it was given
+            self._path.unlink(missing_ok=True)
         if self._door is not None:
             self._door.close()
             self._door = None
@@ -154,6 +147,22 @@ class Server:
             if len(frames) < self._max_frames:
                 frames.append(frame)
         return identity, frames
+
+
+def bind_private(sock: "zmq.Socket[bytes]", path: Path, log: Any) -> Door | None:
+    """Bind to `ipc://path`, a file that is ours alone. The caller opens the door, and removes the file in the end:
+    libzmq leaves that of a listener which it was given. Raises `OSError` or `zmq.ZMQError`."""
+    hidden = path.with_name(path.name + HIDDEN_SUFFIX)
+    listener = _listen(hidden)
+    sock.setsockopt(zmq.USE_FD, listener)  # from the bind on libzmq's to close
+    sock.bind(f"ipc://{hidden}")
+    door = None
+    try:
+        door = Door(listener, log)
+    except HiCacheError as error:  # another libzmq: better a daemon that a flood can end than none
+        log.warning("control.no_door", reason=error.message, remedy=error.remedy)
+    hidden.rename(path)  # only now may anybody connect
+    return door
 
 
 def _listen(path: Path) -> int:

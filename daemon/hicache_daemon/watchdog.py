@@ -70,8 +70,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
+        """Idempotent, and allowed before `start`: another part may not have opened."""
         self._stop.set()
-        self._thread.join(timeout=2 * HANG_S)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * HANG_S)
 
     def _run(self) -> None:
         reported = False

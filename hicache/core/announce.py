@@ -157,7 +157,7 @@ def count(world: World) -> int:
 
 
 def survey(world: World, part_pages: int) -> Iterator[tuple[PagesStored, ...]]:
-    """All that routers know of, parents first, in parts of `part_pages` or a path more.
+    """All that routers know of, parents first, in parts of at least `part_pages`, the last excepted.
 
     The cache may change between two parts. Whoever applies all parts, and then all that was announced since the first
     was asked for, in order, knows what they would who heard everything, and hears of no page in a tier twice: routers
@@ -186,8 +186,9 @@ def _parts(world: World, since: _Bits, part_pages: int) -> Iterator[tuple[PagesS
                 places = places[~done[node.rows[places]]]
                 rows = node.rows[places]
                 done[rows] = True
-                part += _stored(world, node, places, residency.told[rows] & TIERS & ~since[rows])
-                pages += rows.size
+                bits = residency.told[rows] & TIERS & ~since[rows]
+                part += _stored(world, node, places, bits)
+                pages += int(np.count_nonzero(bits))
             if pages >= part_pages:
                 yield tuple(part)
                 part, pages = [], 0

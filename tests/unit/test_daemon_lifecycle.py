@@ -52,7 +52,7 @@ class Bench:
         make = lambda name: Part(name, self.calls)  # noqa: E731
         stores = SimpleNamespace(start=lambda: None, tend=lambda: None, idle=lambda: True, stop=self._stop)
         state = SimpleNamespace(idle=lambda: not self.busy, check=self._check)
-        cache = SimpleNamespace(state=state, on_note=self.events.append)
+        cache = SimpleNamespace(state=state, on_note=self.events.append, kv_events=make("kv_events"))
         parts: Any = Parts(
             cache=cache,  # type: ignore[arg-type]
             front=SimpleNamespace(counters={"messages": 0}),  # type: ignore[arg-type]
@@ -107,6 +107,7 @@ def test_it_is_ready_only_after_recovery_and_drains_until_idle() -> None:
     assert bench.run(script) == 0
     assert bench.flushed == [True]
     assert bench.calls.index("server.close") < bench.calls.index("lanes.close")
+    assert bench.calls.index("lanes.close") < bench.calls.index("kv_events.close")  # what ends is still told
     assert bench.life.phase is Phase.STOPPED
 
 

@@ -60,6 +60,7 @@ class Describer:
     def _status(self) -> dict[str, Any]:
         ready, reasons = self.readiness()
         parts, cache = self.parts, self.parts.cache.state.snapshot()
+        routers = parts.cache.kv_events
         return {
             "state": str(self.life.phase),
             "ready": ready,
@@ -74,6 +75,7 @@ class Describer:
             "recovered_rows": self.life.recovered_rows,
             "front": dict(parts.front.counters),
             "loop": dict(parts.cache.counters),
+            "kv_events": {"enabled": False} if routers is None else routers.status(),
             "cache": {name: cache[name] for name in ("pool", "rows", "l3", "leases", "tickets", "counters")},
         }
 
@@ -105,6 +107,8 @@ def _session(session: Session, inside: dict[str, Any], now_s: float) -> dict[str
         "pid": session.pid,
         "instance": session.instance[:4].hex(),
         "epoch": session.epoch,
+        "group": session.group[:4].hex(),
+        "memory": session.memory,
         "age_s": round(now_s - session.opened_s, 1),
         "heard_s": round(now_s - session.heard_s, 1),
         "requests": session.requests,

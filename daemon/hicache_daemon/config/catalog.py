@@ -41,7 +41,9 @@ def _kind(schema: dict[str, Any]) -> str:
 def _shown(value: Any) -> str | None:
     if value is None:
         return None
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return (str(value).lower() if isinstance(value, bool) else str(value)) or '""'
 
 
 def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:

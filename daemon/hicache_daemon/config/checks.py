@@ -12,6 +12,7 @@ from hicache.base.ids import TOKEN_BYTES
 from hicache.base.units import approx_size, format_duration, format_size
 from hicache.store.medium import filesystem_of, why_unsafe
 from hicache_daemon.admission import read_credential
+from hicache_daemon.config.endpoints import fault_of, is_local
 from hicache_daemon.config.model import Settings
 from hicache_daemon.folders import nearest_existing, why_unusable
 from hicache_daemon.runtime_dir import check_usable
@@ -239,6 +240,49 @@ def _check_limits(settings: Settings) -> Iterator[Finding]:
         )
 
 
+def _check_kv_events(settings: Settings) -> Iterator[Finding]:
+    told = settings.kv_events
+    named = {"kv_events.endpoint": told.endpoint, "kv_events.replay_endpoint": told.replay_endpoint}
+    for key, endpoint in named.items():
+        if endpoint is None:
+            continue
+        fault = fault_of(endpoint)
+        if fault is not None:
+            yield Finding(True, (key,), *fault)
+        elif not is_local(endpoint) and not told.allow_remote:
+            yield Finding(
+                True,
+                (key, "kv_events.allow_remote"),
+                f"{endpoint} can be reached from other machines, and whoever reaches it reads the prompts' token ids",
+                "use tcp://127.0.0.1:… or ipc://, or set kv_events.allow_remote to true on a network that you trust",
+            )
+        elif told.enabled and endpoint.startswith("tcp://"):
+            who = "every user of this machine" if is_local(endpoint) else "whoever reaches this port"
+            yield Finding(
+                False,
+                (key,),
+                f"{who} can read the prompts' token ids",
+                "use ipc:// where the router runs on this machine as the same user",
+            )
+    if told.endpoint is not None and told.endpoint == told.replay_endpoint:
+        yield Finding(
+            True,
+            ("kv_events.replay_endpoint", "kv_events.endpoint"),
+            "is the same as kv_events.endpoint",
+            "choose another port or path",
+        )
+    if told.enabled and not told.tenants:
+        yield Finding(True, ("kv_events.tenants",), "names nobody, so that nothing is announced", "name a tenant")
+    strangers = sorted(set(told.tenants) - settings.tenants.keys()) if settings.tenants else []
+    if told.enabled and strangers:
+        yield Finding(
+            False,
+            ("kv_events.tenants", "tenants"),
+            f"{', '.join(strangers)} may not connect: the tenants section does not list it",
+            "name tenants of that section",
+        )
+
+
 def _check_secret(key: str, path: Path | None, read: Callable[[Path], object]) -> Iterator[Finding]:
     """A file that only the daemon may read, and whose content `read` accepts."""
     if path is None:
@@ -258,6 +302,7 @@ def check(settings: Settings, host: HostFacts) -> list[Finding]:
         *_check_l2(settings, host),
         *_check_l3(settings, host),
         *_check_limits(settings),
+        *_check_kv_events(settings),
     ]
     found += _check_secret(
         "identity.secret_file", settings.identity.secret_file, lambda path: find_secret(path, None)

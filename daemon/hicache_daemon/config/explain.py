@@ -17,6 +17,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "is_instance_of": "text",
+    "list_type": "a list",
     "model_type": "a section of keys",
     "dict_type": "a section of keys",
 }

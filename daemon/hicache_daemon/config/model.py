@@ -138,6 +138,38 @@ class IdentitySettings(Section):
     daemon makes its own, kept beside the disk tier if there is one."""
 
 
+class KvEventsSettings(Section):
+    """KV events: routers learn which pages the cache holds. Off by default, since token ids leave the daemon."""
+
+    enabled: bool = False
+    """Publish what pages come and go, with their token ids, as vLLM does."""
+
+    endpoint: str | None = None
+    """Where routers subscribe: `ipc:///absolute/path` or `tcp://127.0.0.1:5557`. Default: `events.sock` in
+    `server.runtime_dir`, which only this user may open."""
+
+    replay_endpoint: str | None = None
+    """Where routers ask for what they missed, and for everything when they come late. Default: `replay.sock` in
+    `server.runtime_dir`."""
+
+    allow_remote: bool = False
+    """Accept a `tcp://` endpoint beyond loopback. It has neither encryption nor a password: whoever reaches the port
+    reads the prompts of the announced tenants."""
+
+    topic: str = ""
+    """First frame of every message. llm-d expects `kv@<pod address>@<model>`."""
+
+    tenants: list[str] = Field(default=["default"], json_schema_extra={"x-kind": "list of names"})
+    """Tenants whose pages are announced. Those of requests with a salt, a LoRA or multimodal content never are."""
+
+    model: str | None = None
+    """Announce this model's pages alone, by the name that engines give. Events do not name their model, so set it
+    when models share the daemon."""
+
+    replay_buffer: Annotated[Size, size_between(4 * KIB, 64 * GIB)] = 64 * MIB
+    """Memory for the latest batches. Who missed more is sent everything that is known."""
+
+
 class TenantSettings(Section):
     """One tenant."""
 
@@ -153,6 +185,7 @@ class Settings(Section):
     l3: L3Settings = Field(default_factory=L3Settings)
     limits: LimitsSettings = Field(default_factory=LimitsSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
+    kv_events: KvEventsSettings = Field(default_factory=KvEventsSettings)
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
     """Tenants by name. Empty: any name is accepted, without a credential. Otherwise only those listed."""
 

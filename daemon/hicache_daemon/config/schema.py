@@ -6,6 +6,14 @@ from hicache_daemon.config.catalog import ANY, Key, keys, sections
 from hicache_daemon.config.model import Settings
 
 _WIDTH = 100
+_SAMPLES = {
+    "server.runtime_dir": "/run/hicache",
+    "l3.path": "/var/lib/hicache",
+    "identity.secret_file": "/etc/hicache/secret",
+    "kv_events.endpoint": "tcp://127.0.0.1:5557",
+    "kv_events.replay_endpoint": "tcp://127.0.0.1:5558",
+    "kv_events.model": "my-model",
+}
 
 
 def json_schema() -> dict[str, Any]:
@@ -36,8 +44,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 def _example(key: Key) -> str:
     """A line for a key that has no default: shown, but not in force."""
-    sample = "/run/hicache" if key.name.endswith("runtime_dir") else "/etc/hicache/secret"
-    return f"# {key.path[-1]}: {'/var/lib/hicache' if key.name == 'l3.path' else sample}"
+    return f"# {key.path[-1]}: {_SAMPLES[key.name]}"
 
 
 def default_yaml() -> str:
