@@ -4,6 +4,10 @@
                   └── lookup_timeout_s ──► computed without
 
 Every "come again" is bounded: by lookup_timeout_s, and by the prefetch's limit.
+
+A load runs inside the step only if all of it is in memory, the model has one cache group (vLLM maps failed blocks to
+requests for one group only), and its last page holds this prompt alone: vLLM writes a layer's new KV before it lets
+us wait for that layer's load, which could then put another sequence's tokens over it.
 """
 
 import logging
@@ -91,10 +95,7 @@ class Lookups:
         request, scope, paging = tracked.request, tracked.usable_scope, self.paging
         if paging is None or scope is None or not self._wanted(tracked):
             return
-        limit = request.num_tokens // paging.page_tokens * paging.page_tokens
-        if not limit:
-            return
-        before = tracked.ask
+        before, limit = tracked.ask, request.num_tokens
         tracked.ask = self._scout.ask(tracked.name, tracked.tokens_to(limit), limit, scope)
         self._ahead.add(tracked.name)
         self._tally.count(stats.LOOKUPS)
@@ -141,7 +142,7 @@ class Lookups:
         """The answer is old and left something to compute, or its lease is gone with its session."""
         if not ask.done or ask.prefetching or self._now() - ask.asked_s < ASK_AGAIN_S:
             return False
-        short = ask.resumable_tokens < ask.limit_tokens
+        short = ask.resumable_tokens < ask.limit_tokens - 1
         lost = ask.resumable_tokens > 0 and not ask.leases()
         if short or lost:
             self._tally.count(stats.LOOKUPS_AGAIN)
@@ -185,10 +186,11 @@ class Lookups:
         usable = ask.resumable_tokens
         if usable > memory and self._options.prefetch == "timeout":
             usable = memory
-        tokens = min(usable // page * page, tracked.request.num_tokens - 1) - computed
+        tokens = min(usable, tracked.request.num_tokens - 1) - computed
         leases = ask.leases()
         if tokens < self._options.min_load_tokens or computed % page or not leases:
             return MISS
-        sync = self._sync_loads and len(paging.starts_per_block) == 1 and usable <= memory
+        end = -(-(computed + tokens) // page) * page
+        sync = self._sync_loads and len(paging.starts_per_block) == 1 and usable <= memory and end <= ask.whole_tokens
         tracked.promise = Promise(computed, tokens, sync, leases, ask.l2_tokens)
         return tokens, not sync

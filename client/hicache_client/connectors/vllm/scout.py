@@ -53,7 +53,9 @@ class ScoutClient(Protocol):
 
     async def connect(self) -> bool: ...
 
-    async def lookup(self, tokens: bytes, limit_tokens: int, scope: Scope, *, lease: bool = True) -> Match: ...
+    async def lookup(
+        self, tokens: bytes, limit_tokens: int, scope: Scope, *, lease: bool = True, partial: bool = False
+    ) -> Match: ...
 
     async def prefetch(self, tokens: bytes, scope: Scope) -> int: ...
 
@@ -77,7 +79,8 @@ class Ask:
         self.scope = scope
         self.asked_s = time.monotonic()
         self.done = False
-        self.resumable_tokens = 0  # minimum over shards
+        self.resumable_tokens = 0  # to the token; minimum over shards, as all that follow
+        self.whole_tokens = 0  # … in pages that hold nothing but this prompt
         self.l2_tokens = 0  # of these, in memory when the answer came
         self.l3_tokens = 0  # … on disk
         self.memory_tokens = 0  # in memory as far as is known now
@@ -358,7 +361,7 @@ class Scout:
 
         async def one(index: int, client: ScoutClient) -> None:
             if client.connected:
-                matches[index] = await client.lookup(ask.tokens, ask.limit_tokens, ask.scope)
+                matches[index] = await client.lookup(ask.tokens, ask.limit_tokens, ask.scope, partial=True)
 
         try:
             await asyncio.gather(*(one(index, client) for index, client in enumerate(self._clients)))
@@ -371,7 +374,7 @@ class Scout:
 
     def _accept(self, ask: Ask, matches: list[Match], sessions: tuple[int, ...]) -> bool:
         """Fill in the answer. False: there is nothing to resume, or nobody who would."""
-        resumable = min(match.resumable_tokens for match in matches)
+        resumable = min(map(_resumable, matches))
         refs = [
             client.export(match.lease) for client, match in zip(self._clients, matches, strict=True) if match.lease
         ]
@@ -380,6 +383,7 @@ class Scout:
         if ask._over or not resumable or len(known) < len(matches) or sessions != self._sessions_now():
             return False
         ask._refs, ask._sessions = tuple(known), sessions
+        ask.whole_tokens = min(match.resumable_tokens for match in matches)
         ask.memory_tokens = ask.l2_tokens = min(_in_memory(match, resumable) for match in matches)
         ask.l3_tokens = resumable - ask.l2_tokens
         ask.resumable_tokens = resumable
@@ -393,15 +397,16 @@ class Scout:
         tokens = ask.tokens[: 4 * ask.resumable_tokens]
         moved = await asyncio.gather(*(client.prefetch(tokens, ask.scope) for client in self._clients))
         moving = [pages * size for pages, size in zip(moved, self._pages, strict=True) if pages]
-        expected = ask.l2_tokens + min(moving, default=0)
+        expected = min(ask.resumable_tokens, ask.l2_tokens + min(moving, default=0))
         pause = PROBE_S
         while True:
+            limit = ask.resumable_tokens
             matches = await asyncio.gather(
-                *(client.lookup(tokens, ask.resumable_tokens, ask.scope, lease=False) for client in self._clients)
+                *(client.lookup(tokens, limit, ask.scope, lease=False, partial=True) for client in self._clients)
             )
             now = time.monotonic()
             if not any(match is EMPTY for match in matches):  # that one was not answered
-                resumable = min(ask.resumable_tokens, *(match.resumable_tokens for match in matches))
+                resumable = min(limit, *map(_resumable, matches))
                 memory = min(_in_memory(match, resumable) for match in matches)
                 grown = now if memory > ask.memory_tokens else grown
                 ask.memory_tokens, ask.resumable_tokens = memory, resumable
@@ -441,6 +446,12 @@ class Scout:
                 await client.release(leases)
 
 
+def _resumable(match: Match) -> int:
+    return match.resumable_tokens + match.partial_tokens
+
+
 def _in_memory(match: Match, resumable: int) -> int:
     """How many of the first `resumable` tokens need no disk. What is in memory comes first: leaves leave it first."""
-    return resumable if not match.l3_tokens else min(match.l2_tokens, resumable)
+    if match.l3_tokens:
+        return min(match.l2_tokens, resumable)
+    return min(match.resumable_tokens if match.partial_l3 else _resumable(match), resumable)
