@@ -1,9 +1,8 @@
 """The CPU mover: blocks between an engine's shared-memory pool (L1) and the arena (L2) with numpy copies.
 
-Both ends of a wave of layers are strided views: L1 of shape (blocks, starts of a block, layers, axes…, items), L2 of
-shape (units, layers, axes…, items), where a unit is one item, so that any aligned byte offset is an index. One run
-of neighbouring blocks is then one assignment between two slices (up to three where a block has several starts and
-the run does not begin and end with a block); numpy walks the axes in C without the GIL.
+Both ends of a wave of layers are strided views of shape (units, layers, axes…, items), where a unit is one item, so
+that any aligned byte distance is an index: that of a start in L1, that of a page in L2. One run of neighbouring
+blocks is then one assignment between two slices; numpy walks the axes in C without the GIL.
 docs/internals/copy.md holds the measurements behind each choice.
 """
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.copy.base import Bytes, FenceWriter, GroupGeometry, Transfer
-from hicache.copy.geometry import Axes, canonical, neighbour_step
+from hicache.copy.geometry import Axes, canonical, neighbour_step, start_places
 from hicache.plan.overlap import layer_waves
 from hicache.plan.ranges import Runs, coalesce
 
@@ -37,9 +36,9 @@ class _Plan:
     run_bytes: int
     item_bytes: int
     block_bytes: int
-    step: int  # starts between neighbours
+    step: int  # bytes between neighbours in L1
     l2_offsets: npt.NDArray[np.int64]
-    l1_starts: npt.NDArray[np.int32]
+    l1_places: npt.NDArray[np.int64]  # bytes from a layer's first start, ascending
 
 
 def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_bytes: int) -> _Plan:
@@ -70,11 +69,12 @@ def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_by
             raise bad(f"L2 offsets {low} … {high} leave [0, {arena_bytes - block_bytes}]")
         if np.any(offsets % item):
             raise bad(f"L2 offsets must be multiples of {item}")
-    if np.any(starts[1:] < starts[:-1]):
+    places = start_places(geometry, starts)
+    if np.any(places[1:] < places[:-1]):
         # L1 in address order: small pieces then follow each other in memory, which is worth up to 1.5×.
-        order = np.argsort(starts, kind="stable")
-        offsets, starts = offsets[order], starts[order]
-    return _Plan(geometry, axes, run_bytes, item, block_bytes, neighbour_step(geometry), offsets, starts)
+        order = np.argsort(places, kind="stable")
+        offsets, places = offsets[order], places[order]
+    return _Plan(geometry, axes, run_bytes, item, block_bytes, neighbour_step(geometry), offsets, places)
 
 
 def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -133,22 +133,21 @@ class CpuMover:
         for low, high in layer_waves(len(order), smallest):
             for plan in plans:
                 layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
-                if layers and len(plan.l1_starts):  # ascending, so the range is without gaps
+                if layers and len(plan.l1_places):  # ascending, so the range is without gaps
                     self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1, fence)
             fence.layers_done(high)
 
     def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool, fence: FenceWriter) -> None:
         bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
         steps = (plan.block_bytes, plan.step)
-        runs = coalesce(plan.l2_offsets, plan.l1_starts, steps, max(1, CALL_BYTES // bytes_per_block))
-        pieces = _pieces(runs, len(plan.l1_starts), max(1, PIECE_BYTES // bytes_per_block))
-        copy = self._copy_runs if plan.geometry.starts_per_block == 1 else self._copy_cut_runs
+        runs = coalesce(plan.l2_offsets, plan.l1_places, steps, max(1, CALL_BYTES // bytes_per_block))
+        pieces = _pieces(runs, len(plan.l1_places), max(1, PIECE_BYTES // bytes_per_block))
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
             for piece in pieces:
                 if fence.revoked():
                     raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
-                copy(l1, l2, piece, plan, to_l1)
+                self._copy_runs(l1, l2, piece, plan, to_l1)
 
     def _views(
         self, pool: Bytes, plan: _Plan, layers: tuple[int, int], layer_stride: int
@@ -159,19 +158,15 @@ class CpuMover:
         packed = [item]  # L2 keeps the axes row-major
         for count in reversed(inner[2:]):
             packed.append(packed[-1] * count)
-        cut = g.starts_per_block
-        starts = (g.blocks,) if cut == 1 else (g.blocks // cut, cut)
-        steps = (g.block_stride,) if cut == 1 else (g.block_stride, g.start_stride)
         l1 = np.ndarray(
-            (*starts, *inner),
+            (g.last_start() // item + 1, *inner),
             _ITEMS[item],
             pool,
             g.layer_offsets[layers[0]],
-            (*steps, layer_stride, *(stride for _, stride in plan.axes), item),
+            (item, layer_stride, *(stride for _, stride in plan.axes), item),
         )
-        units = (len(self._arena) - plan.block_bytes) // item + 1
         l2 = np.ndarray(
-            (units, *inner),
+            ((len(self._arena) - plan.block_bytes) // item + 1, *inner),
             _ITEMS[item],
             self._arena,
             layers[0] * g.block_layer_bytes,
@@ -189,9 +184,9 @@ class CpuMover:
     ) -> None:
         """One assignment per run. The body is kept bare: for small blocks it is most of the cost."""
         target, source = (l1, l2) if to_l1 else (l2, l1)
-        l1_step, l2_step = plan.step, plan.block_bytes // plan.item_bytes
+        l1_step, l2_step = plan.step // plan.item_bytes, plan.block_bytes // plan.item_bytes
         target_step, source_step = (l1_step, l2_step) if to_l1 else (l2_step, l1_step)
-        l1_first, l2_first = runs.l1.tolist(), (runs.l2 // plan.item_bytes).tolist()
+        l1_first, l2_first = (runs.l1 // plan.item_bytes).tolist(), (runs.l2 // plan.item_bytes).tolist()
         first = zip(l1_first, l2_first, strict=True) if to_l1 else zip(l2_first, l1_first, strict=True)
         for (to, from_), count in zip(first, runs.count.tolist(), strict=True):
             if self._cancelled:
@@ -202,35 +197,3 @@ class CpuMover:
                 target[to : to + (count - 1) * target_step + 1 : target_step] = source[
                     from_ : from_ + (count - 1) * source_step + 1 : source_step
                 ]
-
-    def _copy_cut_runs(
-        self,
-        l1: npt.NDArray[np.unsignedinteger],
-        l2: npt.NDArray[np.unsignedinteger],
-        runs: Runs,
-        plan: _Plan,
-        to_l1: bool,
-    ) -> None:
-        """Where a block of L1 has several starts, a run is a rest of a block, whole blocks, and a part of one more:
-        one assignment each."""
-        cut, step = plan.geometry.starts_per_block, plan.block_bytes // plan.item_bytes
-        first = zip(runs.l1.tolist(), (runs.l2 // plan.item_bytes).tolist(), runs.count.tolist(), strict=True)
-        for start, unit, count in first:
-            at, end = start, start + count
-            while at < end:
-                if self._cancelled:
-                    raise HiCacheError(ErrorCode.TRANSFER_FAILED, "cancelled")
-                block, inside = divmod(at, cut)
-                if inside == 0 and end - at >= cut:
-                    n = (end - at) // cut * cut
-                    l1_part = l1[block : block + n // cut]
-                else:
-                    n = min(cut - inside, end - at)
-                    l1_part = l1[block, inside : inside + n]
-                low = unit + (at - start) * step
-                l2_part = l2[low : low + (n - 1) * step + 1 : step].reshape(l1_part.shape)  # a view: an axis is split
-                if to_l1:
-                    l1_part[...] = l2_part
-                else:
-                    l2_part[...] = l1_part
-                at += n

@@ -1,5 +1,8 @@
 """From a model and an engine's layout to what a mover needs: `GroupGeometry`, and its canonical axes."""
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache.copy.base import GroupGeometry
 from hicache.spec.layout import L1Layout
 from hicache.spec.model import ModelSpec
@@ -46,15 +49,24 @@ def canonical(axes: Axes, run_bytes: int) -> tuple[Axes, int]:
     return tuple(reversed(kept)), run_bytes
 
 
-def neighbour_step(geometry: GroupGeometry) -> int:
-    """How far apart, in starts, two blocks lie that follow each other in L1.
+def start_places(geometry: GroupGeometry, starts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Byte distance of each start from its layer's first."""
+    wide = starts.astype(np.int64)
+    if geometry.starts_per_block == 1:
+        return wide * geometry.block_stride
+    block, inside = np.divmod(wide, geometry.starts_per_block)
+    return block * geometry.block_stride + inside * geometry.start_stride
 
-    A paged pool has disjoint starts: 1, also where a block is cut into several. Where a start is one row and a
-    block covers `block_tokens` of them, the next block begins `block_tokens` starts later. Axes that step over the
-    whole region (K to V, head to head) say nothing about this and are left out.
+
+def neighbour_step(geometry: GroupGeometry) -> int:
+    """How far apart, in bytes, two pages lie that follow each other in L1.
+
+    A paged pool has disjoint starts: one start further, within a block if blocks hold several. Where a start is one
+    row and a page covers `block_tokens` of them, the next page begins `block_tokens` starts later. Axes that step
+    over the whole region (K to V, head to head) say nothing about this and are left out.
     """
     if geometry.starts_per_block > 1:
-        return 1
+        return geometry.start_stride
     region = geometry.blocks * geometry.block_stride
     reach = geometry.run_bytes + sum((n - 1) * stride for n, stride in geometry.axes if stride < region)
-    return 1 if reach <= geometry.block_stride else geometry.block_tokens
+    return geometry.block_stride * (1 if reach <= geometry.block_stride else geometry.block_tokens)

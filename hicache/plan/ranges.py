@@ -10,7 +10,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Run r is `count[r]` block pairs: L2 offsets `l2[r] + i·l2_step`, L1 starts `l1[r] + i·l1_step`.
+    """Run r is `count[r]` block pairs: L2 offsets `l2[r] + i·l2_step`, L1 places `l1[r] + i·l1_step`.
 
     Three int64 columns of equal length; the pairs of all runs, in order, are the input. The steps are those
     given to `coalesce`.
@@ -21,21 +21,17 @@ class Runs:
     count: Int64s
 
 
-def coalesce(
-    l2_offsets: npt.NDArray[np.int64], l1_starts: npt.NDArray[np.int32], steps: tuple[int, int], max_count: int
-) -> Runs:
-    """Join consecutive pairs that advance by exactly `steps` = (bytes in L2, starts in L1).
+def coalesce(l2_offsets: Int64s, l1_places: Int64s, steps: tuple[int, int], max_count: int) -> Runs:
+    """Join consecutive pairs that advance by exactly `steps` = (bytes in L2, bytes in L1).
 
     No run is longer than `max_count` ≥ 1, so that whoever walks the runs comes up for air in bounded time.
     The order of the pairs is kept: it is the caller's, and often an engine's order of use. O(n), vectorised.
     """
     n = len(l2_offsets)
-    l2 = np.asarray(l2_offsets, dtype=np.int64)
-    l1 = np.asarray(l1_starts, dtype=np.int64)
     starts_run = np.ones(n, dtype=np.bool_)
-    np.logical_or(np.diff(l2) != steps[0], np.diff(l1) != steps[1], out=starts_run[1:])
+    np.logical_or(np.diff(l2_offsets) != steps[0], np.diff(l1_places) != steps[1], out=starts_run[1:])
     # Breaking at multiples of max_count of the *input* position is one line and bounds every run; a run that
     # begins between two multiples is then cut once more than needed, which costs one call.
     starts_run[::max_count] = True
     first = np.flatnonzero(starts_run)
-    return Runs(l2[first], l1[first], np.diff(first, append=n))
+    return Runs(l2_offsets[first], l1_places[first], np.diff(first, append=n))

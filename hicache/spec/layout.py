@@ -9,14 +9,15 @@ Each address starts a contiguous run of `run_bytes`; walking the axes row-major 
 order in which L2 keeps it. Axes and run describe one start, `block_tokens` tokens of it.
 
 * An engine that pages its pool has block_stride = page bytes and one start per block: start_stride is 0.
-* One whose pages are longer than what the cache counts in (vLLM: a block of 128 tokens, `block_tokens` 16) has
-  starts_per_block = 8, and start_stride = the distance of 16 tokens inside a head's rows.
+* One whose pages are longer than what the cache counts in (128 tokens of one vector each, `block_tokens` 16) has
+  starts_per_block = 8, and start_stride = the distance of 16 tokens. Neighbouring starts of a block move as one.
 * One that keeps a sequence contiguous (transformers) has block_stride = one token's row and a page is
   `block_tokens` consecutive starts, so a page may begin at any token.
 
 `order` is free text and part of the fingerprint: engines that name the same order and count the same axes share
-bytes in L2. In use: "kv,head,token,dim" (K of all heads, then V), "head,token,kv,dim" (K and V of a token side by
-side, as vLLM's CPU backend keeps them), "token,dim" (latent: one vector per token).
+bytes in L2. In use: "kv,head,token,dim" (transformers: K of all heads, then V), "token,head,content" and
+"head,token,content" (vLLM, latent: one vector per token), "head,cpu-KERNEL-TOKENS" (vLLM's CPU backend packs a whole
+block of TOKENS tokens as its KERNEL wants it, K and V together; such a block cannot be cut).
 """
 
 import hashlib

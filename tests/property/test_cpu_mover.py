@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.copy.base import GroupGeometry, Transfer
 from hicache.copy.cpu import CpuMover
-from hicache.copy.geometry import canonical, neighbour_step
+from hicache.copy.geometry import canonical, neighbour_step, start_places
+from hicache.plan.ranges import coalesce
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -130,7 +131,7 @@ def cases(draw: st.DrawFn) -> Case:
     transfers, arena = [], 0
     for index, g in enumerate(geometry):
         block_bytes = g.block_layer_bytes * len(g.layers)
-        step = neighbour_step(g)
+        step = 1 if g.starts_per_block > 1 else neighbour_step(g) // g.block_stride
         page_starts = list(range(0, g.blocks, step))
         starts = draw(st.lists(st.sampled_from(page_starts), unique=True, max_size=len(page_starts)))
         if draw(st.booleans()):
@@ -245,6 +246,15 @@ def test_canonical_axes_walk_the_same_bytes_in_the_same_order(axes: list[tuple[i
     kept, longer = canonical(tuple(axes), run)
     assert walk(kept, longer) == walk(tuple(axes), run)
     assert len(kept) <= len(axes)
+
+
+@pytest.mark.parametrize(("gap", "counts"), [(64, [4, 4]), (0, [8])])
+def test_neighbouring_starts_of_a_block_move_as_one(gap: int, counts: list[int]) -> None:
+    g = GroupGeometry((0,), 256, (0,), 8, 4 * 256 + gap, (), 256, 1, starts_per_block=4, start_stride=256)
+    places = start_places(g, np.arange(8, dtype=np.int32))
+    assert places.tolist() == [i // 4 * (1024 + gap) + i % 4 * 256 for i in range(8)]
+    runs = coalesce(np.arange(8, dtype=np.int64) * 256, places, (256, neighbour_step(g)), 100)
+    assert runs.count.tolist() == counts
 
 
 def test_misaligned_offset_is_refused() -> None:

@@ -18,7 +18,7 @@ def expand(runs: Runs, steps: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def coalesce_lists(l2: list[int], l1: list[int], steps: tuple[int, int], max_count: int) -> Runs:
-    return coalesce(np.array(l2, np.int64), np.array(l1, np.int32), steps, max_count)
+    return coalesce(np.array(l2, np.int64), np.array(l1, np.int64), steps, max_count)
 
 
 @given(
