@@ -29,7 +29,8 @@ from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.core.commands import Announce, PagesStored
 from hicache.protocol import kv_events as wire
 from hicache_daemon.descriptors import Door
-from hicache_daemon.server import HIDDEN_SUFFIX, bind_private
+from hicache_daemon.runtime_dir import HIDDEN_SUFFIX
+from hicache_daemon.server import bind_private
 
 BATCH_PAGES = 1024  # a batch that has as many is not waited with; also the parts of a snapshot
 REMOVED_PAGES = 16384  # in one event

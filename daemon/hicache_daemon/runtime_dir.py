@@ -15,6 +15,8 @@ REPLAY_NAME = "replay.sock"
 NUMBERS_NAME = "events.next"
 LOCK_NAME = "hicached.lock"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less its terminator
+HIDDEN_SUFFIX = ".new"  # of a socket that is not open yet
+_LONGEST_NAME = CONTROL_NAME + HIDDEN_SUFFIX
 
 
 class RuntimeDir:
@@ -56,7 +58,7 @@ class RuntimeDir:
         Raises `HiCacheError(CONFIG)` if it is not ours alone, if its path is too long for a socket, or if
         another daemon holds it.
         """
-        _check_length(path / LIFELINE_NAME)
+        _check_length(path / _LONGEST_NAME)
         try:
             path.mkdir(mode=0o750, parents=True, exist_ok=True)
             if _check_ownership(path) & 0o027:
@@ -87,7 +89,7 @@ class RuntimeDir:
 
 def check_usable(path: Path) -> None:
     """Raise `HiCacheError(CONFIG)` for what `claim` would refuse at any time; changes and locks nothing."""
-    _check_length(path / LIFELINE_NAME)
+    _check_length(path / _LONGEST_NAME)
     if os.path.lexists(path):
         _check_ownership(path)
     reason = why_unusable(path)

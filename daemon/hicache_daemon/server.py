@@ -27,13 +27,13 @@ import zmq
 from hicache.base.errors import HiCacheError
 from hicache.base.limits import Limits
 from hicache_daemon.descriptors import Door
+from hicache_daemon.runtime_dir import HIDDEN_SUFFIX
 
 BATCH = 64  # messages per turn of the loop: threads' events get their turn in between
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 MIN_DEPTH = 4 * BATCH  # replies: a turn of the loop may write BATCH of them before libzmq's thread sends one
 BACKLOG = 100  # connections that wait at the door
-HIDDEN_SUFFIX = ".new"  # of a socket that is not open yet
 
 OnMessage = Callable[[bytes, list[bytes]], None]
 

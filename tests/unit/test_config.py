@@ -458,6 +458,8 @@ def _match(value: object, schema: dict[str, object], root: dict[str, object]) ->
             _match(item, props.get(name, extra) or {"type": "never"}, root)  # type: ignore[attr-defined]
             for name, item in value.items()
         )
+    if kind == "array":
+        return isinstance(value, list) and all(_match(item, schema["items"], root) for item in value)  # type: ignore[arg-type]
     if kind == "string":
         good = isinstance(value, str) and re.search(str(schema.get("pattern", "")), value) is not None
         return good and ("enum" not in schema or value in schema["enum"])  # type: ignore[operator]

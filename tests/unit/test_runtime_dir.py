@@ -49,8 +49,10 @@ def test_what_is_not_a_directory_of_ours_is_refused(tmp_path: Path, kind: str) -
         assert caught.value.remedy
 
 
-def test_a_path_too_long_for_a_socket_is_named_before_anything_is_made(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 120)
+@pytest.mark.parametrize("free", [-20, 15])
+def test_a_path_too_long_for_a_socket_is_named_before_anything_is_made(tmp_path: Path, free: int) -> None:
+    """`free`: bytes left for names; the longest has 16, while its socket is not open yet."""
+    path = tmp_path / ("x" * (107 - 1 - free - len(str(tmp_path)) - 1))
     with pytest.raises(HiCacheError, match="107"):
         RuntimeDir.claim(path)
     assert not path.exists()

@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 from hicache_daemon.folders import why_unusable
-from hicache_daemon.runtime_dir import MAX_SOCKET_PATH_BYTES
+from hicache_daemon.runtime_dir import HIDDEN_SUFFIX, MAX_SOCKET_PATH_BYTES
 
-SUFFIX_BYTES = 4  # the socket's name while it is not open yet
+MAX_PATH_BYTES = MAX_SOCKET_PATH_BYTES - len(HIDDEN_SUFFIX)
 
 
 def fault_of(endpoint: str) -> tuple[str, str] | None:
@@ -23,8 +23,8 @@ def fault_of(endpoint: str) -> tuple[str, str] | None:
     path = Path(endpoint.removeprefix("ipc://"))
     if not path.is_absolute():  # ipc://@name as well: such sockets know no permissions
         return f"{endpoint} has no absolute path", "as in ipc:///run/hicache/events.sock"
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES - SUFFIX_BYTES:
-        return f"{path} is too long for a unix socket", f"use at most {MAX_SOCKET_PATH_BYTES - SUFFIX_BYTES} bytes"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        return f"{path} is too long for a unix socket", f"use at most {MAX_PATH_BYTES} bytes"
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
         return f"{path} is there and is not a socket", "choose another name"
     reason = why_unusable(path.parent) if path.parent.is_dir() else f"{path.parent} is not a folder"
