@@ -54,8 +54,8 @@ def start_places(geometry: GroupGeometry, starts: npt.NDArray[np.int32]) -> npt.
     wide = starts.astype(np.int64)
     if geometry.starts_per_block == 1:
         return wide * geometry.block_stride
-    block, inside = np.divmod(wide, geometry.starts_per_block)
-    return block * geometry.block_stride + inside * geometry.start_stride
+    cut = geometry.starts_per_block
+    return wide // cut * geometry.block_stride + wide % cut * geometry.start_stride
 
 
 def neighbour_step(geometry: GroupGeometry) -> int:
