@@ -126,6 +126,13 @@ def test_fingerprint_sees_every_field() -> None:
     assert all(len(p) == 32 for p in prints)
 
 
+def test_fingerprints_stay_what_they_were() -> None:
+    """What is on disk was stored under these: a change would orphan it."""
+    assert model().fingerprint().hex() == "0c65c537ab8eca582bc712e6eb16cc02375b3c05d4ae2422c85b9be33e97642a"
+    layout = paged_layout(group())
+    assert layout.fingerprint().hex() == "1025e9daf1a4906196b93150980f75e2872f441ce4e6df85ddaa18d683b4427b"
+
+
 def test_a_layout_that_fits_exactly_is_accepted() -> None:
     check_layout(model(), paged_layout(group()))
 
