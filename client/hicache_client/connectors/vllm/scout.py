@@ -185,7 +185,7 @@ class Scout:
 
     def same_sessions(self, sessions: tuple[int, ...]) -> bool:
         """Whether the sessions in which leases were taken (see `_sessions_now`) are still open."""
-        return self.connected and sessions == self._sessions_now()
+        return not self._closed and self.connected and sessions == self._sessions_now()
 
     def close(self) -> None:
         """End the thread; leases go with the sessions. Idempotent, at most CLOSE_S."""
@@ -259,9 +259,7 @@ class Scout:
         if self._closed:
             self._stop.set()
         try:
-            await asyncio.gather(*(client.connect() for client in clients))
             self._clients = clients
-            self._tried.set()
             self._spawn(self._keep())
             self._spawn(self._renew())
             self._drain()
@@ -302,6 +300,7 @@ class Scout:
             ask = self._inbox.popleft()
             if ask._over:
                 self._give_back(ask)
+                self._finish(ask)  # it may never have been sent
             else:
                 self._spawn(self._answer(ask))
 
@@ -314,6 +313,7 @@ class Scout:
             if away:
                 back = await asyncio.gather(*(client.connect() for client in away))
                 pause = RETRY_S if all(back) else min(pause * 2, RETRY_MAX_S)
+            self._tried.set()
             self._poke.clear()
             try:
                 async with asyncio.timeout(pause if away else WATCH_S):
