@@ -214,6 +214,7 @@ class RawClient:
         self.instance = os.urandom(16)
         self.epoch = 0
         self.boot_id = 0
+        self.token = b""  # of the last Attached
         self.fence_slots = 16
         self._fence = itertools.count()
         self._requests = itertools.count(1)
@@ -267,10 +268,13 @@ class RawClient:
         os.close(fence_fd)
         answer = decode_packet(self.lifeline.recv(65536), LIMITS).message
         assert isinstance(answer, Attached | Refuse)
+        if isinstance(answer, Attached):
+            self.token = answer.token
         return answer
 
     def hello(self, spec: ModelSpec | None = None, lay: L1Layout | None = None, **fields: Any) -> DaemonMessage:
         spec, lay = spec or model(), lay or layout()
+        fields = {"token": self.token} | fields
         return self.ask(Hello((VERSION,), self.instance, self.epoch, spec, lay, engine="raw", **fields))
 
     def open(self) -> "RawClient":

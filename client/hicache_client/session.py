@@ -69,6 +69,7 @@ class _Attempt:
     fences: FenceArea
     epoch: int
     expires: float
+    token: bytes = b""  # what Attached brought and Hello repeats
     link: Link | None = None
     hello: Pending | None = None
 
@@ -294,6 +295,7 @@ class AsyncSession:
                 sock = open_dealer(self._sockets.context, self._dir / CONTROL_NAME)
                 self._sockets.dealer = sock
                 attempt.link = Link(sock, attempt.lifeline, attempt.fences, answer.boot, attempt.epoch)
+                attempt.token = answer.token
                 attempt.link.stats = self._stats
                 attempt.link.lease_numbers = self._lease_numbers
                 self.port.watch(attempt.link)
@@ -304,7 +306,7 @@ class AsyncSession:
                 return None
             else:
                 await self.port.readable(attempt.lifeline.fd, until - self.port.now())
-        link, hello = attempt.link, self._hello(attempt.epoch)
+        link, hello = attempt.link, self._hello(attempt)
 
         def greeted() -> bool:
             if attempt.hello is None:
@@ -324,11 +326,11 @@ class AsyncSession:
             raise error_of(reply)
         raise HiCacheError(ErrorCode.MALFORMED, f"{type(reply).__name__} came as answer to Hello")
 
-    def _hello(self, epoch: int) -> Hello:
+    def _hello(self, attempt: _Attempt) -> Hello:
         return Hello(
             versions=SUPPORTED,
             instance=self._instance,
-            epoch=epoch,
+            epoch=attempt.epoch,
             model=self._registration.model,
             layout=self._registration.layout,
             shard=self._registration.shard,
@@ -336,6 +338,7 @@ class AsyncSession:
             credential=self._options.credential,
             engine=self._options.engine,
             group=self._options.group,
+            token=attempt.token,
         )
 
     def _check_age(self, attempt: _Attempt) -> None:

@@ -81,6 +81,7 @@ class FakeSession:
     pool: mmap.mmap
     fences: memoryview
     connection: socket.socket
+    token: bytes = b""  # what its Hello must repeat
 
     def fence(self, message: Load | Store) -> "FakeFence":
         return FakeFence(self.fences, message.fence, message.generation)
@@ -290,8 +291,10 @@ class FakeDaemon:
             sizes = (message.pool_bytes, message.fence_slots * SLOT_BYTES) if fds else (4096, 4096)
             pool, words = (mmap.mmap(fd, size) for fd, size in zip(fds or (-1, -1), sizes, strict=True))
             fences = memoryview(words).cast("Q")
-            self.sessions[message.instance, message.epoch] = FakeSession(message, pool, fences, connection)
-        return self.refuse_attach or Attached(self.boot_id)
+            token = os.urandom(16)
+            self.sessions[message.instance, message.epoch] = FakeSession(message, pool, fences, connection, token)
+            return Attached(self.boot_id, token)
+        return self.refuse_attach
 
     def _request(self, router: "zmq.Socket[bytes]", identity: bytes, frames: list[bytes]) -> None:
         try:
@@ -304,7 +307,7 @@ class FakeDaemon:
         message = envelope.message
         if isinstance(message, Hello):
             session = self.sessions.get((message.instance, message.epoch))
-            if session is not None:
+            if session is not None and session.token == message.token:
                 self._by_identity[identity] = session
         request = FakeRequest(
             identity,

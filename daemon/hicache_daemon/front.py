@@ -221,7 +221,7 @@ class Front:
             raise HiCacheError(ErrorCode.BUSY, f"the daemon is {phase}", f"try again in {START_RETRY_S} s")
         if epoch != hello.epoch:
             raise HiCacheError(ErrorCode.MALFORMED, f"epoch is {epoch} in the header, {hello.epoch} in Hello")
-        attachment = self.lifeline.waiting(hello.instance, hello.epoch)
+        attachment = self.lifeline.waiting(hello.instance, hello.epoch, hello.token)
         assert attachment.attach is not None
         version = check_hello(hello, attachment.attach, self.tenants, self.limits)
         earlier = self.sessions.of_identity(identity)

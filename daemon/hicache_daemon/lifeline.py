@@ -13,6 +13,7 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import hmac
 import os
 import socket
 import stat
@@ -34,6 +35,7 @@ MAX_UNBOUND = 64
 ATTACH_TIMEOUT_S = 5.0
 HELLO_TIMEOUT_S = 30.0
 INSTANCE_BYTES = 16
+TOKEN_BYTES = 16
 ACCEPTS_PER_TURN = 32
 
 OnDeath = Callable[[int], None]
@@ -49,6 +51,7 @@ class Attachment:
     attach: Attach | None = None
     fds: list[int] = field(default_factory=list)  # L1 pool, fence area; empty once they are mapped
     session: int = 0  # 0: not bound
+    token: bytes = field(default=b"", repr=False)  # what Hello must repeat; known to the peer alone
 
     def close_fds(self) -> None:
         while self.fds:
@@ -87,14 +90,17 @@ class Lifeline:
 
     # ---- used by Hello ------------------------------------------------------------------------------
 
-    def waiting(self, instance: bytes, epoch: int) -> Attachment:
-        """The attachment of this incarnation. Raises `HiCacheError(UNKNOWN_SESSION)`."""
+    def waiting(self, instance: bytes, epoch: int, token: bytes) -> Attachment:
+        """The attachment of this incarnation, for whoever has the token that it was answered with.
+
+        Raises `HiCacheError(UNKNOWN_SESSION)`, which for another token says what it says for no attachment."""
         attachment = self._waiting.get((instance, epoch))
-        if attachment is None:
+        if attachment is None or not hmac.compare_digest(attachment.token, token):
             raise HiCacheError(
                 ErrorCode.UNKNOWN_SESSION,
-                f"no lifeline is attached for this instance and epoch {epoch}",
-                "connect the lifeline socket and send Attach with the same instance and epoch before Hello",
+                f"no lifeline is attached for this instance, epoch {epoch} and token",
+                "connect the lifeline socket and send Attach with the same instance and epoch before Hello, "
+                "and repeat the token of its answer",
             )
         return attachment
 
@@ -187,11 +193,11 @@ class Lifeline:
                 "this instance and epoch are attached already",
                 "draw a random instance id per client and count its epoch up with each connection",
             )
-        attachment.attach, attachment.fds = message, fds
+        attachment.attach, attachment.fds, attachment.token = message, fds, os.urandom(TOKEN_BYTES)
         self._waiting[message.instance, message.epoch] = attachment
         self._cancel_deadline(attachment)
         attachment.deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._expire, attachment)
-        self._send(attachment.sock, Attached(self._boot_id), message.epoch)
+        self._send(attachment.sock, Attached(self._boot_id, attachment.token), message.epoch)
 
     def _expire(self, attachment: Attachment) -> None:
         self._log.info("lifeline.expired", pid=attachment.pid, attached=attachment.attach is not None)

@@ -27,6 +27,7 @@ from hicache.spec.model import ModelSpec, ShardSpec
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # checked at decode: no reader meets a negative
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Group = Annotated[bytes, msgspec.Meta(max_length=16)]
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -53,7 +54,9 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     Sessions of one tenant that name the same `group` (16 bytes nobody else can guess; empty: none) are processes of
     one engine: what one leases, the others may load, extend, renew and release. A session whose Attach brought no
-    memory asks for others: it cannot load or store, and its layout only decides the namespace."""
+    memory asks for others: it cannot load or store, and its layout only decides the namespace.
+
+    Without the `token` of its Attached a Hello is refused: who knows the instance alone cannot take the memory."""
 
     versions: tuple[Count, ...]
     instance: Instance  # the one that Attach carried
@@ -65,6 +68,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     credential: str = ""
     engine: str = ""  # free text for status pages, e.g. "transformers 5.19"
     group: Group = b""
+    token: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # the one that Attached brought
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
@@ -242,7 +246,10 @@ class Attach(_Message, frozen=True, tag="attach"):
 
 
 class Attached(_Message, frozen=True, tag="attached"):
+    """The memory is known. `token` is drawn anew for each Attach, and told to nobody else."""
+
     boot: int  # the boot id, any u64
+    token: Token
 
 
 LifelineMessage = Attach | Attached | Refuse

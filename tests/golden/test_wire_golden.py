@@ -42,6 +42,7 @@ from hicache.spec.model import ModelSpec, RopeSpec, ShardSpec
 
 FILES = Path(__file__).parent / "wire"
 INSTANCE = bytes(range(16))
+TOKEN = bytes(range(16, 32))
 REQUEST_ID, BOOT_ID, EPOCH = 0x0102030405060708, 0xFFEEDDCCBBAA9988, 3
 SCOPE = Scope(salt="s", lora="sha256:ab", multimodal=((4, b"\xaa" * 32), (9, b"\xbb" * 32)))
 MODEL = ModelSpec(
@@ -63,7 +64,10 @@ def int32s(*values: int) -> bytes:
 
 TOKENS = int32s(1, 2, 3, 49151, 0)
 CLIENT: dict[str, tuple[ClientMessage, tuple[bytes, ...]]] = {
-    "hello": (Hello((256,), INSTANCE, 3, MODEL, LAYOUT, ShardSpec(1, 2), "acme", "secret", "transformers"), ()),
+    "hello": (
+        Hello((256,), INSTANCE, 3, MODEL, LAYOUT, ShardSpec(1, 2), "acme", "secret", "transformers", INSTANCE, TOKEN),
+        (),
+    ),
     "lookup": (Lookup(5, 4), (TOKENS,)),
     "lookup_scoped": (Lookup(5, 4, False, SCOPE), (TOKENS,)),
     "extend": (Extend(7, 5, 4096), (TOKENS,)),
@@ -88,7 +92,7 @@ DAEMON: dict[str, DaemonMessage] = {
 }
 LIFELINE: dict[str, LifelineMessage] = {
     "attach": Attach(INSTANCE, 3, 196608, 256),
-    "attached": Attached(BOOT_ID),
+    "attached": Attached(BOOT_ID, TOKEN),
     "lifeline_refuse": Refuse("draining", "the daemon is stopping"),
 }
 NAMES = [*CLIENT, *DAEMON, *LIFELINE]

@@ -10,6 +10,7 @@ import pytest
 
 from hicache.base.errors import ErrorCode
 from hicache.protocol.messages import (
+    Attached,
     Busy,
     Describe,
     Done,
@@ -160,6 +161,37 @@ def test_hello_without_its_lifeline_is_refused_with_the_remedy(daemon: DaemonPro
         assert "lifeline" in refuse.remedy
 
 
+def test_between_attach_and_hello_nobody_takes_the_memory_over(daemon: DaemonProcess) -> None:
+    with RawClient(daemon) as raw, RawClient(daemon) as thief:
+        assert isinstance(raw.attach(), Attached)
+        thief.instance, thief.epoch = raw.instance, raw.epoch + 1
+        unknown = thief.hello()
+        assert isinstance(unknown, Refuse)
+        thief.epoch = raw.epoch
+        told = Refuse(
+            unknown.code, unknown.reason.replace(f"epoch {raw.epoch + 1}", f"epoch {raw.epoch}"), unknown.remedy
+        )
+        for token in (b"", bytes(16), raw.token[:15], raw.token[:15] + bytes((raw.token[15] ^ 1,))):
+            assert thief.hello(token=token) == told, "as if nothing were attached"
+        too_long = thief.hello(token=raw.token + b"x")
+        assert isinstance(too_long, Error)
+        assert too_long.code == ErrorCode.MALFORMED
+        assert isinstance(raw.hello(), Welcome)
+
+
+def test_each_attach_draws_its_own_token(daemon: DaemonProcess) -> None:
+    with RawClient(daemon) as raw:
+        tokens_seen = set()
+        for _ in range(3):
+            attached = raw.attach()
+            assert isinstance(attached, Attached)
+            tokens_seen.add(attached.token)
+        assert len(tokens_seen) == 3
+        assert all(len(token) == 16 for token in tokens_seen)
+        old = min(tokens_seen - {raw.token})
+        assert isinstance(raw.hello(token=old), Refuse)
+
+
 def test_a_model_or_layout_that_does_not_add_up_is_refused_and_can_be_corrected(daemon: DaemonProcess) -> None:
     with RawClient(daemon) as raw:
         raw.attach()
@@ -169,7 +201,7 @@ def test_a_model_or_layout_that_does_not_add_up_is_refused_and_can_be_corrected(
         assert "pool_bytes" in small.reason
         mismatch = raw.hello(model(), half_layout())
         assert isinstance(mismatch, Refuse)
-        future = raw.ask(Hello((99 << 8,), raw.instance, raw.epoch, model(), layout()))
+        future = raw.ask(Hello((99 << 8,), raw.instance, raw.epoch, model(), layout(), token=raw.token))
         assert isinstance(future, Refuse)
         assert future.code == ErrorCode.VERSION
         assert isinstance(raw.hello(), Welcome)

@@ -99,13 +99,17 @@ def test_attach_bind_and_death(tmp_path: Path) -> None:
         assert os.stat(path).st_mode & 0o777 == 0o600
         peer, fds = Peer(path), [memfd(POOL_BYTES), memfd(SLOTS * 64)]
         peer.attach(fds)
-        assert await peer.answer() == Attached(BOOT)
-        attachment = lifeline.waiting(INSTANCE, 1)
+        answer = await peer.answer()
+        assert isinstance(answer, Attached)
+        assert answer.boot == BOOT
+        with pytest.raises(HiCacheError, match="no lifeline"):
+            lifeline.waiting(INSTANCE, 1, bytes(16))
+        attachment = lifeline.waiting(INSTANCE, 1, answer.token)
         assert attachment.pid == os.getpid()
         lifeline.bind(attachment, 7)
         assert lifeline.counts() == {"bound": 1, "unbound": 0}
         with pytest.raises(HiCacheError, match="no lifeline"):
-            lifeline.waiting(INSTANCE, 1)
+            lifeline.waiting(INSTANCE, 1, answer.token)
         peer.sock.close()
         await until(lambda: died)
         assert died == [7]
@@ -120,8 +124,9 @@ def test_release_closes_the_connection_without_calling_it_a_death(tmp_path: Path
     async def scenario(lifeline: Lifeline, path: Path, died: list[int]) -> None:
         peer, fds = Peer(path), [memfd(POOL_BYTES), memfd(SLOTS * 64)]
         peer.attach(fds)
-        await peer.answer()
-        lifeline.bind(lifeline.waiting(INSTANCE, 1), 7)
+        answer = await peer.answer()
+        assert isinstance(answer, Attached)
+        lifeline.bind(lifeline.waiting(INSTANCE, 1, answer.token), 7)
         lifeline.release(7)
         lifeline.release(7)
         assert await peer.receive() == b""
@@ -174,10 +179,11 @@ def test_noise_a_second_attach_and_a_stolen_incarnation_are_refused(tmp_path: Pa
         fds = [memfd(POOL_BYTES), memfd(SLOTS * 64)]
         first, thief = Peer(path), Peer(path)
         first.attach(fds)
-        await first.answer()
+        attached = await first.answer()
+        assert isinstance(attached, Attached)
         thief.attach(fds)
         assert isinstance(await thief.answer(), Refuse)
-        assert lifeline.waiting(INSTANCE, 1).attach is not None  # the thief changed nothing
+        assert lifeline.waiting(INSTANCE, 1, attached.token).attach is not None  # the thief changed nothing
         first.attach(fds)
         assert isinstance(await first.answer(), Refuse)
         for peer in (noise, first, thief):

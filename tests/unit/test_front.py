@@ -81,7 +81,7 @@ class Desk:
             log=make_log(LevelGate("critical"), "json"),
         )
 
-    def _waiting(self, instance: bytes, epoch: int) -> Attachment:
+    def _waiting(self, instance: bytes, epoch: int, token: bytes) -> Attachment:
         attach = Attach(instance, epoch, layout().pool_bytes, 4)
         return Attachment(None, 1, attach=attach, fds=[-1, -1])  # type: ignore[arg-type]
 

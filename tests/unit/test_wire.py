@@ -211,9 +211,9 @@ def test_request_id_of_bad_messages() -> None:
 
 
 def test_packets() -> None:
-    packet = wire.encode_packet(Attached((1 << 64) - 1), (1 << 64) - 1, 4)
+    packet = wire.encode_packet(Attached((1 << 64) - 1, b"t" * 16), (1 << 64) - 1, 4)
     envelope = wire.decode_packet(memoryview(packet), LIMITS)
-    assert envelope.message == Attached((1 << 64) - 1)
+    assert envelope.message == Attached((1 << 64) - 1, b"t" * 16)
     assert (envelope.boot_id, envelope.epoch) == ((1 << 64) - 1, 4)
     for size in range(len(packet)):
         with pytest.raises(HiCacheError):
