@@ -6,8 +6,12 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The part of the tests to run, e.g. make test TESTS=tests/unit
 TESTS ?= tests
+# vLLM pins much of what it needs, so it gets an environment of its own
+ENGINES := .venv-engines
+ENGINES_STAMP := $(ENGINES)/.installed
+ENGINE_TESTS ?= tests/engines
 
-.PHONY: help install demo test lint format docs bench wheel clean
+.PHONY: help install demo test test-engines lint format docs bench wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +34,14 @@ demo: $(STAMP)  ## a real model cold, warm, across crashes and restarts, token f
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest $(TESTS)
+
+$(ENGINES_STAMP): pyproject.toml constraints-engines.txt tools/install_engines.sh
+	@echo "installing vLLM into $(ENGINES) (the first time takes some minutes)" >&2
+	tools/install_engines.sh $(ENGINES) $(PYTHON)
+	@touch $@
+
+test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM, in an environment of its own
+	$(ENGINES)/bin/python -m pytest -c tests/engines/pytest.ini --rootdir tests/engines $(ENGINE_TESTS)
 
 lint: $(STAMP)  ## style, types, import rules, generated files
 	$(BIN)/ruff check .
@@ -56,4 +68,4 @@ wheel: $(STAMP)  ## dist/hicache-*.whl
 	$(BIN)/python -m hatchling build --target wheel
 
 clean:  ## remove what was built, the demo's files and .venv
-	rm -rf build dist .demo $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis
