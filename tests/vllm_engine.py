@@ -5,6 +5,9 @@ every step. Each token's KV is a number that says which tokens and which weights
 nonsense that is stored, or served, is seen at once. A seed is a run.
 """
 
+from tests import vllm_fakes  # noqa: F401 - stand-ins for vLLM's classes, before our modules import them
+
+# isort: split
 from random import Random
 from typing import Any
 
@@ -71,7 +74,6 @@ class World:
         self.in_flight: list[Step] = []
         self.sched_seq = self.done_seq = self.steps = self.names = 0
         self.load_failed = False
-        self.promised: dict[str, tuple[int, int]] = {}
         self.outputs = self.hits = 0
         options = VllmOptions(
             min_load_tokens=rng.choice([1, P, 2 * P]),
@@ -83,7 +85,9 @@ class World:
             load_timeout_s=1.0,
         )
         manner = Manner(sync_loads=not self.overlap)
-        self.side = SchedulerSide(options, self.daemon, manner, Tally(), now=lambda: self.clock)
+        tally = Tally()
+        self.tally = tally._stats
+        self.side = SchedulerSide(options, self.daemon, manner, tally, now=lambda: self.clock)
         self.side.set_workers({(0, rank): self._shard(rank) for rank in range(self.workers)})
 
     def _shard(self, rank: int) -> WorkerShard:
@@ -318,11 +322,8 @@ class World:
                 for i in range(first, first + tokens):
                     value = request.kv[i] if right and i < first + tokens - drafts + self._accepted(request) else JUNK
                     rank.cell(group, request.table[group][i // (P * k)])[i % (P * k)] = value
-        if not right:
-            assert self.load_failed or self._loading(request), f"{request.request_id} was served nonsense"
-
-    def _loading(self, request: Req) -> bool:
-        return self.failures > 0 or self.daemon.boot > 1
+        if not right:  # vLLM's own prefix cache may hold what a failed load left; without failures nothing may
+            assert self.load_failed, f"{request.request_id} was served nonsense"
 
     def _accepted(self, request: Req) -> int:
         return hash((int(request.request_id[1:]), request.known)) % (self.drafts + 1)

@@ -7,6 +7,9 @@ Told is what lookups find: a page in the tree, since only the tree knows tokens,
 used again if somebody asks). Pages found at start are thus told of when a lookup plants them. A page whose parent
 was never told of is withheld until it is: a router could not place it.
 
+Pages that were padded with tokens which no sequence has (the end of one, see docs/internals/keys.md) are not
+announced: routers route by tokens.
+
 Only namespaces that `concerns` accepts are announced: of a tenant that the configuration names, without salt, LoRA or
 multimodal content, and of one shard of each model, so that a page is announced once and not by every rank.
 """
@@ -77,7 +80,7 @@ def settle(world: World) -> None:
 def _audible(world: World, rows: Int32s) -> Int32s:
     """Those of `rows` that routers may hear of."""
     residency = world.residency
-    rows = rows[residency.in_tree[rows]]
+    rows = rows[residency.in_tree[rows] & ~residency.padded[rows]]
     heard: Int32s = rows[world.namespaces.announced[residency.namespace[rows]]]
     return heard
 

@@ -18,7 +18,16 @@ from hicache.base.errors import LawBroken
 from hicache.core.announce import KNOWN, TIERS, found
 from hicache.core.residency import ABSENT, FILLING, LEAVING, ORPHAN, READY, Int32s
 from hicache.core.sessions import CLOSING
-from hicache.core.transfers import COPYING, DeleteTicket, LoadTicket, ReadTicket, StoreTicket, WriteTicket, pages_of
+from hicache.core.transfers import (
+    COPYING,
+    DeleteTicket,
+    LoadTicket,
+    PrefetchTicket,
+    ReadTicket,
+    StoreTicket,
+    WriteTicket,
+    pages_of,
+)
 from hicache.core.world import World
 
 _Bools = npt.NDArray[np.bool_]
@@ -114,6 +123,24 @@ def pins_are_owned(world: World) -> None:
             raise _broken(world, 4, f"lease {lease.id} counts {lease.tickets} loads, {running} run")
     if sum(len(session.leases) for session in world.sessions.values()) != len(leases):
         raise _broken(world, 4, "sessions name leases that do not exist")
+
+
+def loads_are_of_one_engine(world: World) -> None:
+    """Laws 4 and 5: a load runs on a lease that is its session's to use, and of its shape."""
+    for session in world.sessions.values():
+        for ticket in (world.tickets.get(id) for id in session.tickets):
+            if not session.memory and not isinstance(ticket, PrefetchTicket):
+                raise _broken(world, 5, f"session {session.id} has no memory and moves bytes")
+            if not isinstance(ticket, LoadTicket):
+                continue
+            if world.namespaces[ticket.namespace].shape.fingerprint != session.shape.fingerprint:
+                raise _broken(world, 4, f"ticket {ticket.id} loads pages of another shape than its session's")
+            lease = world.leases.get(ticket.lease)
+            owner = None if lease is None else world.sessions.get(lease.session)
+            if owner is None or owner is session:  # law 4 above: a lease has a session
+                continue
+            if not session.group or (owner.tenant, owner.group) != (session.tenant, session.group):
+                raise _broken(world, 4, f"ticket {ticket.id} loads on the lease of session {owner.id}, a stranger")
 
 
 def tickets_own_both_ends(world: World) -> None:
@@ -303,7 +330,7 @@ def routers_know_what_lookups_find(world: World) -> None:
     if residency.moved:
         return
     every = np.arange(residency.parent.size, dtype=np.int32)
-    heard = residency.in_tree & announced[residency.namespace] & (residency.namespace >= 0)
+    heard = residency.in_tree & ~residency.padded & announced[residency.namespace] & (residency.namespace >= 0)
     there = np.where(heard, found(residency, every), np.uint8(0))
     _none(world, 13, residency.told & TIERS & ~there > 0, "routers were told of pages that are not there")
     known = residency.told & KNOWN > 0
@@ -324,6 +351,7 @@ LAWS: tuple[Callable[[World], None], ...] = (
     ready_means_every_group,
     blocks_are_owned,
     pins_are_owned,
+    loads_are_of_one_engine,
     tickets_own_both_ends,
     pages_hang_on_parents,
     bytes_add_up,

@@ -106,6 +106,9 @@ def plant(world: World, namespace: Namespace, tokens: bytes, rows: Int32s) -> No
     before = tree.tokens_held
     tree.insert(tokens, rows)
     table.tokens_held += tree.tokens_held - before
+    if world.config.announced is not None:
+        pages = np.frombuffer(tokens, "<i4", rows.size * tree.page_tokens).reshape(rows.size, tree.page_tokens)
+        world.residency.padded[rows] = pages.min(axis=1, initial=0) < 0
     world.residency.enter_tree(rows)
 
 

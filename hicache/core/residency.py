@@ -52,6 +52,7 @@ class Residency:
         self.kids_l3: Int32s = np.zeros(rows, np.int32)
         self.scratch: Int32s = np.zeros(rows, np.int32)  # zero between calls; see leaves.py
         self.in_tree: Mask = np.zeros(rows, np.bool_)
+        self.padded: Mask = np.zeros(rows, np.bool_)  # has tokens that no sequence has; known of rows in the tree
         self.block: Int32s = np.full((groups, rows), -1, np.int32)  # L2 block per group, in the group's view
         self.l3_groups: npt.NDArray[np.uint16] = np.zeros(rows, np.uint16)  # bit per group of the namespace
         self.l3_bytes: Int64s = np.zeros(rows, np.int64)  # allocated on the medium, all groups
@@ -132,6 +133,7 @@ class Residency:
             "kids_l3",
             "scratch",
             "in_tree",
+            "padded",
             "l3_groups",
             "l3_bytes",
             "told",
@@ -160,6 +162,7 @@ class Residency:
         self._count(self.kids, rows, -1)
         self.namespace[rows] = -1
         self.in_tree[rows] = False
+        self.padded[rows] = False
         self.told[rows] = 0
         for row in rows.tolist():
             del self.row_of[self.key[row]]

@@ -258,3 +258,14 @@ def test_a_survey_comes_in_parts_while_the_cache_goes_on() -> None:
     told = {key for change in [*first, *rest] for key in change.keys}
     assert told >= {*keys(hand, 1), *keys(hand, 2), *keys(hand, 3)}
     assert len(first) == 1
+
+
+def test_a_padded_page_is_not_announced() -> None:
+    """Routers route by tokens, and no sequence has these."""
+    hand = Hand(announced=Announced(frozenset({"t"})))
+    hand.open()
+    hand.stored(1)
+    hand.store_text(tokens(1) + np.array([5, 5, -1, -1], "<i4").tobytes(), 1)
+    hand.copied()
+    assert not [each for each in hand.out if isinstance(each, Announce)]
+    assert hand.look(1, 5).resumable_tokens == 4

@@ -50,7 +50,8 @@ class LoadPlan:
 class StorePlan:
     """Pages of one request that this step's forward completes (or completed earlier).
 
-    `tokens`: little-endian int32 of all tokens from position 0 to the end of the last page offered."""
+    `tokens`: little-endian int32 of all tokens from position 0 to the end of the last page offered. That page may be
+    one that a finished request did not fill: -1, which no prompt has, stands for what is missing."""
 
     request: str
     tokens: bytes

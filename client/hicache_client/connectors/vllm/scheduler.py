@@ -23,6 +23,7 @@ from .scout import Scout
 from .tracked import BlockTable, EngineRequest, Flight, Paging, Tracked
 
 HOLD_S = 30.0  # beyond load_timeout_s: blocks of a finished request are kept so long for a load to be proven
+PADDING = (-1).to_bytes(4, "little", signed=True)  # a token that no prompt has
 NEVER = 1 << 60  # tokens
 
 _log = logging.getLogger("hicache.vllm")
@@ -295,6 +296,8 @@ class SchedulerSide:
         else:
             tracked.due = (pages // block + 1) * block * page
             pages = max(pages // block * block, request.num_prompt_tokens // page)
+        if tracked.flight is not None and tracked.flight.failed:
+            tracked.due = 0  # look again: its blocks are in doubt until it has computed past them
         return self._offer(tracked, paging, pages)
 
     def _last_stores(self) -> Iterator[StorePlan]:
@@ -305,9 +308,14 @@ class SchedulerSide:
                 continue
             tracked.closed = True
             if self._paging is not None and self._write and not (tracked.spoiled or tracked.unproven):
-                plan = self._offer(tracked, self._paging, tracked.end // self._paging.page_tokens, first=0)
+                plan = self._offer(tracked, self._paging, self._last_page(tracked, self._paging), first=0)
                 if plan is not None:
                     yield plan
+
+    def _last_page(self, tracked: Tracked, paging: Paging) -> int:
+        """Pages of a finished request, with one that is not full if it holds enough to be loaded again."""
+        pages, rest = divmod(tracked.end, paging.page_tokens)
+        return pages + 1 if rest >= self._options.min_load_tokens else pages
 
     def _offer(self, tracked: Tracked, paging: Paging, pages: int, first: int | None = None) -> StorePlan | None:
         """Offer the pages before `pages`, from the first one that was not offered on. A request's first and last
@@ -319,7 +327,11 @@ class SchedulerSide:
         if first is None:
             first = tracked.offered if tracked.stored else 0
         tracked.offered, tracked.stored = pages, True
-        tokens = tracked.tokens_to(pages * paging.page_tokens)
+        end = pages * paging.page_tokens
+        if 0 < tracked.end < end:  # the last page is not full: it is found by the tokens that it has, and no further
+            tokens = tracked.tokens_to(tracked.end) + PADDING * (end - tracked.end)
+        else:
+            tokens = tracked.tokens_to(end)
         return StorePlan(tracked.name, tokens, first, paging.starts(tracked.table, first, pages), scope)
 
     # ---- what comes back --------------------------------------------------------------------------------
@@ -386,7 +398,7 @@ class SchedulerSide:
     def _has_more(self, tracked: Tracked) -> bool:
         if self._paging is None or tracked.usable_scope is None or tracked.spoiled or not self._write:
             return False
-        return tracked.end // self._paging.page_tokens > tracked.offered
+        return self._last_page(tracked, self._paging) > tracked.offered
 
     def _drop(self, request: EngineRequest) -> bool:
         """Something broke: vLLM frees the blocks now, so the workers must stop reading them."""

@@ -6,10 +6,10 @@ Where tokens follow each other inside a block (MLA), a block of N tokens may be 
 
     page j of block b, head h, token t:  view.data_ptr + b·sB + h·sH + (j·P + t)·sN     (strides in bytes)
 
-vLLM's CPU attention keeps K of a block and head as [dim][token], or in AMX tiles, and V behind it as [token][dim]: the
-bytes of one token are spread over the block, differently for each block size. So there a page is a whole block, and
-the order that decides what L2 holds names kernel and block size. Still no token's bytes depend on those after it: a
-block may be resumed at any of its tokens.
+vLLM's CPU attention keeps K of a block and head as [dim][token], or in AMX tiles, and V behind it as [token][dim]:
+the bytes of one token are spread over the block, differently for each block size. So there a page is a whole block,
+and the order that decides what L2 holds names kernel and block size. Still no token's bytes depend on those after
+it: a block may be resumed at any of its tokens.
 """
 
 import hashlib
