@@ -396,8 +396,6 @@ class World:
 
     def _handle_failures(self, step: Step, report: FakeReport) -> set[str]:
         affected: set[str] = set()
-        if report.kv_connector_worker_meta.failed:
-            self.load_failed = True
         for name in report.failed_recving:
             request = self.requests.get(name)
             if request is not None and request.status == REMOTE:

@@ -227,6 +227,7 @@ class Worker:
         else:
             report.ended[load.load] = 1
         if not good:
+            self.world.load_failed = True
             report.failed.add(load.load)
             done.invalid_block_ids.update(block for ids in load.blocks for block in ids)
             if len(self.world.ks) > 1:

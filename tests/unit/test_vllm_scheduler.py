@@ -18,6 +18,7 @@ from hicache_client.connectors.vllm.guard import RefusedError
 from hicache_client.connectors.vllm.metadata import WorkerShard
 from hicache_client.connectors.vllm.options import VllmOptions
 from hicache_client.connectors.vllm.scheduler import Manner, SchedulerSide, engine_group
+from hicache_client.connectors.vllm.tracked import Paging
 from tests.vllm_engine import World
 from tests.vllm_fakes import FakeCached, FakeFeature, FakePosition, FakeRequest, FakeStep
 from tests.vllm_rig import Rig, Scout, shard
@@ -54,6 +55,20 @@ def test_output_is_stored_when_a_block_is_full_and_the_rest_at_the_end() -> None
     assert rig.finish(request, table)
     (last,) = rig.plan().stores
     assert (len(last.tokens) // 4, last.first_page) == (24, 0), "23 tokens have KV"
+
+
+def test_a_last_page_that_is_not_full_is_stored_if_it_is_worth_a_load() -> None:
+    for tail, padded in ((3, False), (5, True)):
+        rig = Rig(ks=(1,), min_load_tokens=4)
+        rig.side._paging = rig.side._lookups.paging = Paging(8, (1,))
+        request = rig.new(prompt=8 + tail)
+        rig.scout.answer(0)
+        _, table = rig.admit(request)
+        assert rig.finish(request, table)
+        stores = rig.plan().stores
+        assert len(stores) == padded
+        for store in stores:
+            assert store.tokens == np.array([*request.prompt_token_ids, *[-1] * (8 - tail)], "<i4").tobytes()
 
 
 def test_drafts_and_placeholders_are_not_stored() -> None:

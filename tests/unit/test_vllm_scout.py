@@ -1,9 +1,12 @@
 """Lookups ahead of vLLM's scheduler: minimum over shards, leases that never leak, waits that always end."""
 
+from tests import vllm_fakes  # noqa: F401 - stand-ins for vLLM's classes, before our modules import them
+
+# isort: split
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -12,18 +15,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from hicache.protocol.messages import ClientLimits, Lookup, Match, Scope
+from hicache.protocol.messages import Lookup, Match, Scope
 from hicache.spec.model import ShardSpec
+from hicache_client.connectors.vllm import scout as scouting
+from hicache_client.connectors.vllm.metadata import WorkerShard
+from hicache_client.connectors.vllm.options import VllmOptions
+from hicache_client.connectors.vllm.scout import Ask, Scout
 from hicache_client.leases import LeaseRef
-from hicache_client.options import EMPTY, ClientStats
+from hicache_client.options import EMPTY
 from hicache_client.testing import LIMITS, FakeDaemon
-from tests import vllm_fakes  # noqa: F401 - before the modules that import vLLM's
 from tests.unit.client_world import LAYOUT, MODEL, eventually, leasing
-
-from hicache_client.connectors.vllm import scout as scouting  # isort: skip
-from hicache_client.connectors.vllm.metadata import WorkerShard  # isort: skip
-from hicache_client.connectors.vllm.options import VllmOptions  # isort: skip
-from hicache_client.connectors.vllm.scout import Ask, Scout  # isort: skip
+from tests.vllm_sessions import FakeClient
 
 GROUP = b"g" * 16
 TOKENS = bytes(4 * 64)
@@ -32,76 +34,6 @@ P = MODEL.prefix_granularity
 
 def shard(rank: int = 0, ranks: int = 1) -> WorkerShard:
     return WorkerShard(MODEL, LAYOUT, ShardSpec(rank, ranks), (1,))
-
-
-class FakeClient:
-    """A daemon's session: it counts its leases, and answers as `answer` says, after `delay()` seconds."""
-
-    def __init__(self, answer: Callable[[], Match], delay: Callable[[], float] = lambda: 0.0) -> None:
-        self.answer, self.delay = answer, delay
-        self.stats = ClientStats()
-        self.limits: ClientLimits | None = LIMITS
-        self.up = True
-        self.open = False
-        self.held: set[int] = set()
-        self.released = 0
-        self.releases = 0
-        self.renewed: list[tuple[int, ...]] = []
-        self.prefetched: list[bytes] = []
-        self.lookups = 0
-        self.closed = False
-        self._leases = 0
-
-    @property
-    def connected(self) -> bool:
-        return self.open and self.up
-
-    async def connect(self) -> bool:
-        await asyncio.sleep(0)
-        if self.up and not self.open:
-            self.open = True
-            self.stats.connects += 1
-        return self.connected
-
-    def lose(self) -> None:
-        """The daemon is killed: its leases are gone with it."""
-        self.up = self.open = False
-        self.held.clear()
-
-    async def lookup(
-        self, tokens: bytes, limit_tokens: int, scope: Scope, *, lease: bool = True, partial: bool = False
-    ) -> Match:
-        self.lookups += 1
-        session = self.stats.connects
-        await asyncio.sleep(self.delay())
-        match = self.answer()
-        if not self.connected or session != self.stats.connects or match is EMPTY:
-            return EMPTY
-        if not lease or not match.resumable_tokens:
-            return msgspec.structs.replace(match, lease=0)
-        self._leases += 1
-        self.held.add(self._leases)
-        return msgspec.structs.replace(match, lease=self._leases)
-
-    async def prefetch(self, tokens: bytes, scope: Scope) -> int:
-        self.prefetched.append(tokens)
-        return len(tokens) // 4 // P
-
-    async def renew(self, leases: Sequence[int]) -> int:
-        self.renewed.append(tuple(leases))
-        return len(self.held.intersection(leases))
-
-    async def release(self, leases: Sequence[int]) -> None:
-        self.releases += 1
-        self.released += len(leases)
-        self.held.difference_update(leases)
-
-    def export(self, lease: int) -> LeaseRef | None:
-        return LeaseRef(7, lease) if lease in self.held else None
-
-    async def close(self) -> None:
-        self.closed = True
-        self.held.clear()
 
 
 def known(tokens: int, l3: int = 0, partial: int = 0) -> Callable[[], Match]:

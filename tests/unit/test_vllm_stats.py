@@ -1,14 +1,15 @@
 """What the connector counts, on its way to the log line and to Prometheus."""
 
+from tests import vllm_fakes  # noqa: F401 - stand-ins for vLLM's classes, before our modules import them
+
+# isort: split
 import random
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests import vllm_fakes  # noqa: F401 - before the modules that subclass vLLM's
-
-from hicache_client.connectors.vllm import stats  # isort: skip
+from hicache_client.connectors.vllm import stats
 
 
 class FakeMetric:
