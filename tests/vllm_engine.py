@@ -340,7 +340,7 @@ class World:
         for kind in ("finished_sending", "finished_recving"):
             counts = self._counts[kind]
             for _, done in reports:
-                for name in getattr(done, kind):
+                for name in sorted(getattr(done, kind)):
                     counts[name] = counts.get(name, 0) + 1
                     if counts[name] == self.workers:
                         del counts[name]
@@ -369,14 +369,14 @@ class World:
                 request.num_computed_tokens -= drafts - min(self._accepted(request), drafts)
             self._sample(request, _first + tokens - drafts, min(self._accepted(request), drafts), stale)
         self.side.update_connector_output(report)
-        for name in report.finished_recving:
+        for name in sorted(report.finished_recving):
             request = self.requests[name]
             if request.status == REMOTE:
                 self.received.add(name)
             else:
                 assert request.status == FINISHED
                 self.pool.release(self.requests.pop(name))
-        for name in report.finished_sending:
+        for name in sorted(report.finished_sending):
             assert self.requests[name].status == FINISHED
             self.pool.release(self.requests.pop(name))
 
@@ -396,7 +396,7 @@ class World:
 
     def _handle_failures(self, step: Step, report: FakeReport) -> set[str]:
         affected: set[str] = set()
-        for name in report.failed_recving:
+        for name in sorted(report.failed_recving):
             request = self.requests.get(name)
             if request is not None and request.status == REMOTE:
                 request.num_computed_tokens = 0
@@ -436,7 +436,7 @@ class World:
 
     def reset(self) -> None:
         """New weights: reset_prefix_cache(reset_running_requests=True, reset_connector=True)."""
-        if any(each.status == REMOTE for each in self.requests.values()) or self.in_flight:
+        if any(each.status == REMOTE or each.in_flight for each in self.requests.values()):
             return
         if any(each.status == FINISHED for each in self.requests.values()):
             return  # vLLM refuses while blocks are held
@@ -487,7 +487,7 @@ class World:
         for _ in range(events):
             self.event()
         for _ in range(DRAIN_STEPS):
-            if not self.requests and not self.in_flight:
+            if not self.requests and not any(step.work for step in self.in_flight):
                 break
             self.step()
         assert not self.requests, f"never done: {[(each.request_id, each.status) for each in self.requests.values()]}"

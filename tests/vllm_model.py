@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 P = 4
 JUNK = -1
-STEP_S = (0.0, 0.001, 0.05, 0.4)
+STEP_S = (0.0, 0.05, 0.2, 0.4)
 LONG_S = 3.0
 LOOKUP_TIMEOUT_S, PREFETCH_S = 0.5, 0.6
 
