@@ -40,6 +40,7 @@ PLANTS = {
     "bindings": ("daemon/hicache_daemon/front.py", "zmq"),
     "client": ("client/hicache_client/pool.py", "hicache.pool.blocks"),
     "connectors": ("daemon/hicache_daemon/loop.py", "hicache_client.connectors"),
+    "connector-parts": ("client/hicache_client/connectors/vllm/lookups.py", "vllm"),
     "no-torch": ("daemon/hicache_daemon/arena.py", "torch"),
     "pydantic": ("daemon/hicache_daemon/lanes.py", "pydantic"),
 }
