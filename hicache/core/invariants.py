@@ -2,7 +2,8 @@
 
  1 free + owned = capacity, per pool                   2 a block is free, has one writer, or n ≥ 1 owners
  3 what is READY was whole before; FILLING and         4 a lease's pages are pinned and can be had
-   LEAVING have exactly one ticket behind them         5 a ticket owns its ends; a session outlives its copies
+   LEAVING have exactly one ticket behind them           and only its engine loads them, in their shape
+ 5 a ticket owns its ends; a session outlives its copies, and moves nothing without memory
  6 a page hangs on its parent, in columns and tree     7 READY means READY for every cache group
  8 bytes and pages add up per namespace                9 tokens by tier + missed = tokens looked up
 10 policies order what is in their tiers, L3 fits     12 everything stays within `limits`

@@ -18,7 +18,6 @@ from hicache.core.events import (
     StoreAsked,
 )
 from hicache.protocol.messages import Done, Error, Match, Scope
-from hicache.spec.model import ShardSpec
 from tests.sim.backend import Memory
 from tests.sim.contents import L1_STARTS, SimFailure, SimModel, Truth, int32s, page_content
 
@@ -30,6 +29,8 @@ class HeldLease:
     id: int
     tokens: bytes  # those of its resumable pages
     scope: Scope
+    model: SimModel
+    owner: SessionId
 
 
 @dataclass
@@ -55,7 +56,9 @@ class Asked:
 
 @dataclass
 class SimClient:
-    """One incarnation of one engine."""
+    """One incarnation of one engine, or of one of an engine's processes: those of a group have one list of leases.
+
+    Without a pool it asks for the others, and can neither load nor store."""
 
     rng: Random
     memory: Memory
@@ -66,10 +69,12 @@ class SimClient:
     instance: bytes
     epoch: int
     prompts: list[bytes]
+    leases: list[HeldLease] = field(default_factory=list)
+    group: bytes = b""
+    pool: bool = True
     open: bool = False
     next_request: int = 1
     requests: dict[int, Asked] = field(default_factory=dict)
-    leases: list[HeldLease] = field(default_factory=list)
     busy: dict[int, set[int]] = field(default_factory=dict)  # group -> L1 starts in transfers
     ended: set[int] = field(default_factory=set)  # generations of transfers that were accepted and answered
 
@@ -84,14 +89,16 @@ class SimClient:
             self.tenant,
             self.model.spec,
             self.model.layout,
-            ShardSpec(),
+            self.model.shard,
+            self.group,
+            self.pool,
         )
         self.requests[event.request] = Asked(event)
         return event
 
     def say_something(self) -> Event | None:
         kinds = ("lookup", "load", "store", "extend", "prefetch", "renew", "release")
-        kind = self.rng.choices(kinds, (5, 6, 5, 2, 1, 1, 2))[0]
+        kind = self.rng.choices(kinds, (5, 6 * self.pool, 5 * self.pool, 2, 1, 1, 2))[0]
         event: Event | None = getattr(self, f"_{kind}")()
         return event
 
@@ -114,10 +121,15 @@ class SimClient:
         limit = self.rng.choice((1 << 30, len(tokens) // 4, self.rng.randint(-3, 40)))
         return self._ask(LookupAsked(self.session, self._request(), tokens, limit, self.rng.random() < 0.8, scope))
 
+    def _usable(self) -> list[HeldLease]:
+        """Those of its own shard; the engine's other shards have theirs."""
+        return [lease for lease in self.leases if lease.model is self.model]
+
     def _extend(self) -> Event | None:
-        if not self.leases:
+        usable = self._usable()
+        if not usable:
             return None
-        lease = self.rng.choice(self.leases)
+        lease = self.rng.choice(usable)
         longer = [p for p in self.prompts if p.startswith(lease.tokens)]
         more = self.rng.choice(longer)[len(lease.tokens) :] if longer else b""
         return self._ask(ExtendAsked(self.session, self._request(), LeaseId(lease.id), more, 1 << 30))
@@ -138,9 +150,10 @@ class SimClient:
         return self._ask(ReleaseAsked(self.session, self._request(), ids))
 
     def _load(self) -> Event | None:
-        if not self.leases:
+        usable = self._usable()
+        if not usable:
             return None
-        lease = self.rng.choice(self.leases)
+        lease = self.rng.choice(usable)
         pages = len(lease.tokens) // 4 // self.model.spec.prefix_granularity
         first = self.rng.choice((0, 0, self.rng.randint(0, pages)))
         count = self.rng.choice((pages - first, self.rng.randint(0, pages - first)))
@@ -222,7 +235,7 @@ class SimClient:
         if (match.lease != 0) != (event.lease and match.resumable_tokens > 0):
             raise SimFailure(f"lease and match disagree: {match} for {event}")
         if match.lease and self.rng.random() < 0.9:  # some answers get lost: those leases must expire
-            self.leases.append(HeldLease(match.lease, tokens, event.scope))
+            self.leases.append(HeldLease(match.lease, tokens, event.scope, self.model, self.session))
 
     def _were_stored(self, tokens: bytes, scope: Scope) -> None:
         namespace = self.truth.namespace(self.model, self.tenant, scope)
@@ -238,7 +251,7 @@ class SimClient:
         if isinstance(message, Done) and transfer.kind == "load":
             self._check_loaded(transfer)
         if isinstance(message, Error) and message.code == "unknown_lease":
-            self.leases = [lease for lease in self.leases if lease.id != asked.event.lease]  # type: ignore[union-attr]
+            self.leases[:] = [lease for lease in self.leases if lease.id != asked.event.lease]  # type: ignore[union-attr]
         if asked.accepted:
             self.ended.add(transfer.generation)
         for g, starts in enumerate(transfer.starts):
@@ -261,14 +274,17 @@ class SimClient:
     def malformed(self, others: "list[SimClient]") -> Event:
         """A request that must be refused and must change nothing."""
         kind = self.rng.randrange(8)
+        if not self.pool and self.rng.random() < 0.5:
+            return self._move_without_memory()
         request = self._request()
         groups = self.model.shape.groups
         bad = self.rng.choice((-1, L1_STARTS, 1 << 30, -(1 << 31)))
         one = [[0] * group.starts for group in groups]
         page = self.model.spec.prefix_granularity * 4
-        foreign = [lease.id for other in others if other is not self for lease in other.leases]
+        foreign = [lease.id for other in others if other.leases is not self.leases for lease in other.leases]
+        foreign += [lease.id for lease in self.leases if lease.model is not self.model]
         mine = self.leases[0].id if self.leases else 1 << 40
-        lease = LeaseId(self.rng.choice(foreign) if foreign else 1 << 40)
+        lease = LeaseId(self.rng.choice(foreign[-4:]) if foreign else 1 << 40)
         session = self.session
         if kind == 0:  # a start outside of the layout
             one[self.rng.randrange(len(one))][0] = bad
@@ -291,3 +307,13 @@ class SimClient:
             return LookupAsked(SessionId(1 << 30), request, b"", 0, True, Scope())
         scope = Scope(multimodal=((1 << 70, b"x"),))
         return LookupAsked(session, request, b"\0" * page, 9, True, scope)
+
+    def _move_without_memory(self) -> Event:
+        request, size = self._request(), self.model.spec.prefix_granularity * 4
+        blocks = tuple(int32s(range(group.starts)) for group in self.model.shape.groups)
+        usable = [lease for lease in self._usable() if lease.tokens]
+        if usable and self.rng.random() < 0.7:
+            lease = LeaseId(self.rng.choice(usable).id)
+            return LoadAsked(self.session, request, lease, 0, blocks, 0, 1 << 40)
+        prompt = self.rng.choice(self.prompts)[:size]
+        return StoreAsked(self.session, request, prompt, 0, blocks, 0, 1 << 40, Scope())

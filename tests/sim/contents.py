@@ -20,6 +20,7 @@ Content = tuple[bytes, str, bytes, int]
 GARBAGE: Content = (b"", "garbage", b"", 0)
 SECRET = bytes(range(32))
 L1_STARTS = 48
+WHOLE = ShardSpec()
 
 
 class SimFailure(AssertionError):
@@ -33,9 +34,12 @@ class SimModel:
     spec: ModelSpec
     layout: L1Layout
     shape: Shape
+    shard: ShardSpec = WHOLE
 
 
-def make_model(name: str, page_tokens: int, groups: tuple[tuple[str, int, int], ...]) -> SimModel:
+def make_model(
+    name: str, page_tokens: int, groups: tuple[tuple[str, int, int], ...], shard: ShardSpec = WHOLE
+) -> SimModel:
     """`groups`: (name, block_tokens, layers). One head of 8 one-byte dims: 16 bytes per token and layer."""
     specs, places, first = [], [], 0
     for group, block_tokens, layers in groups:
@@ -45,14 +49,16 @@ def make_model(name: str, page_tokens: int, groups: tuple[tuple[str, int, int], 
         first += layers
     spec = ModelSpec(name, "r1", tuple(specs), page_tokens)
     layout = L1Layout(1 << 20, tuple(places))
-    return SimModel(spec, layout, shape_of(spec, layout, ShardSpec(), SECRET))
+    return SimModel(spec, layout, shape_of(spec, layout, shard, SECRET), shard)
 
 
-MODELS = (
-    make_model("one", 4, (("kv", 4, 2),)),
-    make_model("two", 4, (("a", 2, 2), ("b", 4, 3))),
-    make_model("wide", 8, (("kv", 4, 4),)),
-)
+_GROUPS = {
+    "one": (4, (("kv", 4, 2),)),
+    "two": (4, (("a", 2, 2), ("b", 4, 3))),
+    "wide": (8, (("kv", 4, 4),)),
+}
+MODELS = tuple(make_model(name, *rest) for name, rest in _GROUPS.items())
+OTHER_SHARDS = {name: make_model(name, *rest, ShardSpec(1, 2)) for name, rest in _GROUPS.items()}
 LIMITS = Limits(
     sessions=4,
     requests_in_flight=6,
@@ -75,7 +81,7 @@ class Truth:
 
     def namespace(self, model: SimModel, tenant: str, scope: Scope) -> bytes:
         """Computed apart from the sessions' own memory of it."""
-        return namespace_id(SECRET, tenant, model.spec, model.layout.fingerprint(), shard=ShardSpec(), scope=scope)
+        return namespace_id(SECRET, tenant, model.spec, model.layout.fingerprint(), shard=model.shard, scope=scope)
 
     def learn(self, model: SimModel, namespace: bytes, tokens: bytes) -> list[bytes]:
         """Keys of all pages of `tokens`; remembers what they stand for."""

@@ -6,7 +6,8 @@ clients ─ requests (lost, malformed, late) ─► CacheState.handle ─► che
                                                    └── lanes, store, clock, mode of the disk ◄┘
 """
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from hicache.base.ids import SessionId
@@ -24,16 +25,16 @@ from hicache.core.commands import (
     TouchRecords,
     WriteRecords,
 )
-from hicache.core.events import Drain, Event, SessionClosed, StoreModeChanged, Tick
+from hicache.core.events import Drain, Event, LoadAsked, ReleaseAsked, SessionClosed, StoreModeChanged, Tick
 from hicache.core.residency import READY, Residency
 from hicache.core.state import CacheState, CoreConfig
 from hicache.core.transfers import StoreTicket
 from hicache.core.world import Announced
 from hicache.policy.evict.lru import Lru
-from hicache.protocol.messages import Busy, Error, Refuse, Welcome
+from hicache.protocol.messages import Accepted, Busy, Done, Error, Refuse, Welcome
 from tests.sim.backend import Lanes, Memory, SimStore
-from tests.sim.client import SimClient
-from tests.sim.contents import LIMITS, MODELS, SECRET, SimFailure, Truth
+from tests.sim.client import HeldLease, SimClient
+from tests.sim.contents import LIMITS, MODELS, OTHER_SHARDS, SECRET, SimFailure, SimModel, Truth
 from tests.sim.digest import digest
 from tests.sim.router import TENANT, SimRouter
 
@@ -44,6 +45,14 @@ class Outcome:
 
     events: int
     counters: dict[str, int]
+
+
+@dataclass
+class Engine:
+    """What the processes of one engine have in common: they tell each other of their leases."""
+
+    model: SimModel
+    leases: list[HeldLease] = field(default_factory=list)
 
 
 class Simulation:
@@ -84,6 +93,9 @@ class Simulation:
         self.gone: dict[SessionId, SimClient] = {}
         self.next_session = 1
         self.epochs: dict[bytes, int] = {}
+        self.engines: dict[tuple[str, bytes], Engine] = {}
+        self.owners: dict[int, SessionId] = {}  # of leases
+        self.met: Counter[str] = Counter()
         self.models = rng.choice(((1, 0, 0), (0, 1, 0), (5, 3, 1)))
         self.prompts = self._prompts()
 
@@ -140,6 +152,8 @@ class Simulation:
                 pass
 
     def _start_copy(self, command: CopyPages) -> None:
+        if any(each.session == command.session and not each.pool for each in (*self.clients, *self.gone.values())):
+            raise SimFailure(f"a copy for session {command.session}, which has no memory")
         offsets = {int(o) for copy in command.copies for o in copy.l2_offsets}
         if command.to_l1:
             self._nobody_writes(offsets, "a load's source")
@@ -170,7 +184,20 @@ class Simulation:
             client.requests.clear()
             self._forget(client)
             return
+        self._count_met(client, reply)
         client.hear(reply.request, reply.message)
+        self.owners.update((lease.id, lease.owner) for lease in client.leases)
+
+    def _count_met(self, client: SimClient, reply: Reply) -> None:
+        """What the processes of one engine did with each other's leases."""
+        asked = client.requests.get(reply.request)
+        event, message = None if asked is None else asked.event, reply.message
+        if isinstance(event, LoadAsked) and self.owners.get(event.lease, client.session) != client.session:
+            self.met["engine_loads"] += isinstance(message, Accepted)
+            alone = self.owners[event.lease] in self.gone
+            self.met["engine_loads_outlived_the_lease"] += alone and isinstance(message, Done)
+        if isinstance(event, ReleaseAsked) and isinstance(message, Done) and message.count:
+            self.met["engine_releases"] += self.owners.get(event.leases[0], client.session) != client.session
 
     def _drop(self, session: SessionId) -> None:
         """Its memory is unmapped: whoever still copies crashes."""
@@ -240,20 +267,25 @@ class Simulation:
 
     def _new_client(self) -> None:
         rng = self.rng
-        instance = bytes([rng.randrange(3)]) * 16
+        instance = bytes([rng.randrange(4)]) * 16
         epoch = self.epochs.get(instance, 0) + rng.choice((1, 1, 1, 0, -1))
         live = [each for each in self.clients if each.instance == instance]
-        model = rng.choices(MODELS, self.models)[0]
+        tenant, group = rng.choice(("t1", "t1", "t1", "t2")), rng.choice((b"", b"g" * 16, b"g" * 16))
+        engine = self._engine(tenant, group)
+        shards = (engine.model, OTHER_SHARDS[engine.model.spec.name])
         client = SimClient(
             rng,
             self.memory,
             self.truth,
-            model,
-            rng.choice(("t1", "t1", "t1", "t1", "t2")),
+            rng.choices(shards, (4, 1))[0],
+            tenant,
             SessionId(self.next_session),
             instance,
             epoch,
             self.prompts,
+            engine.leases,
+            group,
+            pool=not group or rng.random() < 0.6,
         )
         self.next_session += 1
         self.epochs[instance] = max(epoch, self.epochs.get(instance, 0))
@@ -262,6 +294,15 @@ class Simulation:
                 other.open = False  # superseded, whether it knows or not
         self.clients.append(client)
         self.feed(client.hello())
+
+    def _engine(self, tenant: str, group: bytes) -> Engine:
+        """The one of a group, if it has one. Tenants that draw the same group serve the same model."""
+        if not group:
+            return Engine(self.rng.choices(MODELS, self.models)[0])
+        if (tenant, group) not in self.engines:
+            model = next((each.model for each in self.engines.values()), self.rng.choices(MODELS, self.models)[0])
+            self.engines[tenant, group] = Engine(model)
+        return self.engines[tenant, group]
 
     def _kill(self) -> None:
         """Lifeline EOF. It may be reported twice, or after another incarnation came."""
@@ -342,7 +383,7 @@ class Simulation:
             if self.events % 32 == 0:
                 self.router.join(self.state.survey(part_pages=2))
         self._quiesce()
-        return Outcome(self.events, self.state.world.counters.as_dict())
+        return Outcome(self.events, self.state.world.counters.as_dict() | self.met)
 
     def _check_bytes(self) -> None:
         """Every page that lookups may see holds exactly the bytes of its key, in every group."""

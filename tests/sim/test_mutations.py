@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hicache.base.errors import LawBroken
+from hicache.base.errors import ErrorCode, HiCacheError, LawBroken
 from hicache.base.ids import LeaseId, NamespaceId
-from hicache.core import announce, disk, evict, opening, promote, publish
+from hicache.core import announce, disk, evict, lookup, opening, promote, publish
 from hicache.core.commands import DeleteRecords, FailFence
 from hicache.core.events import CopyEnded, StoreRead
 from hicache.core.leases import Lease
@@ -173,6 +173,37 @@ def leases_are_anybodys(patch: Patch) -> None:
     patch.setattr(World, "lease_for", wrong)
 
 
+def groups_reach_over_tenants(patch: Patch) -> None:
+    def wrong(self: Session, other: Session) -> bool:
+        return self is other or (bool(self.group) and self.group == other.group)
+
+    patch.setattr(Session, "same_engine", wrong)
+
+
+def shards_are_not_compared(patch: Patch) -> None:
+    def wrong(world: World, session: Session, id: LeaseId) -> Lease:
+        lease = world.lease_for(session, id)
+        if lease is None:
+            raise HiCacheError(ErrorCode.UNKNOWN_LEASE, "not here")
+        return lease
+
+    patch.setattr(lookup, "lease_of", wrong)
+
+
+def leases_outlive_their_owner(patch: Patch) -> None:
+    right = opening.close
+
+    def wrong(world: World, session: Session, reason: str) -> None:
+        session.leases.clear()
+        right(world, session, reason)
+
+    patch.setattr(opening, "close", wrong)
+
+
+def memory_is_not_asked_for(patch: Patch) -> None:
+    patch.setattr(Session, "need_memory", lambda self: None)
+
+
 def eviction_forgets_blocks(patch: Patch) -> None:
     patch.setattr(World, "drop_l2", lambda self, rows: self.residency.drop_l2(rows, 1) and None)
 
@@ -246,6 +277,9 @@ OUTSIDE: Sequence[Callable[[Patch], None]] = (
     fences_are_left_open,
     late_answers_count,
     leases_are_anybodys,
+    groups_reach_over_tenants,
+    shards_are_not_compared,
+    memory_is_not_asked_for,
     a_tier_is_left_in_silence,
     children_are_announced_before_parents,
     withheld_pages_are_forgotten,
@@ -258,6 +292,11 @@ BY_LAW: Sequence[Callable[[Patch], None]] = (
     blocks_are_freed_under_a_copy,
     loads_do_not_pin,
     memory_is_dropped_at_once,
+    leases_are_anybodys,
+    groups_reach_over_tenants,
+    shards_are_not_compared,
+    leases_outlive_their_owner,
+    memory_is_not_asked_for,
     eviction_forgets_blocks,
     parents_go_before_children,
     a_tier_is_left_in_silence,

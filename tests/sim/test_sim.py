@@ -41,6 +41,9 @@ def test_runs_meet_what_they_are_for() -> None:
         "late_answers",
         "expired_leases",
         "rejected_requests",
+        "engine_loads",
+        "engine_loads_outlived_the_lease",
+        "engine_releases",
     ):
         assert _totals[name] > 0, name
 

@@ -1,6 +1,7 @@
 """Each law finds its violation: plant one in a state that is sound, and see LawBroken name it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -215,11 +216,34 @@ def withheld_for_ever(w: World) -> None:
     w.residency.l2[_row(w, 8)], w.residency.l3[_row(w, 8)] = ABSENT, ABSENT
 
 
+def load_on_a_strangers_lease(w: World) -> None:
+    lease = w.leases.all()[0]
+    w.sessions[SessionId(1)].leases.discard(lease.id)
+    w.sessions[SessionId(2)].leases.add(lease.id)
+    lease.session = SessionId(2)
+
+
+def load_of_another_shape(w: World) -> None:
+    session = w.sessions[SessionId(1)]
+    session.shape = replace(session.shape, fingerprint=b"another")
+
+
+def load_without_memory(w: World) -> None:
+    w.sessions[SessionId(1)].memory = False
+
+
 VIOLATIONS: dict[int, tuple[Callable[[World], object], ...]] = {
     2: (leak_a_block, free_a_block_in_use, share_a_block_being_written, two_rows_on_one_block),
     3: (visible_while_filling, filling_without_a_ticket, leaving_without_a_ticket),
-    4: (unpin_a_lease, pin_for_nobody, lease_without_session, lease_of_a_lost_page),
-    5: (ticket_without_session, session_with_a_ghost_ticket),
+    4: (
+        unpin_a_lease,
+        pin_for_nobody,
+        lease_without_session,
+        lease_of_a_lost_page,
+        load_on_a_strangers_lease,
+        load_of_another_shape,
+    ),
+    5: (ticket_without_session, session_with_a_ghost_ticket, load_without_memory),
     6: (
         page_on_a_wrong_parent,
         page_in_another_namespace,
@@ -253,6 +277,18 @@ CASES = [(law, plant) for law, plants in VIOLATIONS.items() for plant in plants]
 
 def test_the_world_is_sound_before() -> None:
     _busy_world().state.check()
+
+
+def test_a_load_on_the_lease_of_the_same_engine_is_sound() -> None:
+    hand = _busy_world()
+    world = hand.state.world
+    load_on_a_strangers_lease(world)
+    for session in world.sessions.values():
+        session.group = b"g" * 16
+    hand.state.check()
+    world.sessions[SessionId(2)].tenant = "other"
+    with pytest.raises(LawBroken, match=r"law 4: ticket \d+ loads on the lease of session 2, a stranger"):
+        hand.state.check()
 
 
 @pytest.mark.parametrize(("law", "plant"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
