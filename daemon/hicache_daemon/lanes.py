@@ -4,10 +4,11 @@
               QUEUED/RUNNING -cancel, detach, close, revoked by the client-> ENDED (fence FAILED, CopyEnded not ok)
     session:  ATTACHED -detach: its jobs end, then unmap-> gone
 
-A job is split into parts by pages, so that several threads share one load; each part walks the layers at its own
-pace and the fence tells the slowest. Loads go before stores: an engine waits for a load, nobody waits for a
-store. Every job is answered by exactly one CopyEnded, posted after its fence is terminal, and a mapping goes
-only when no part of its session is queued or running, so no thread ever touches memory that was unmapped.
+Several threads share one job: each takes a part in it, and the parts claim the job's steps one by one, so that a
+thread which loses its core for a while leaves more to the others. The fence tells the slowest part's layers. Loads go
+before stores: an engine waits for a load, nobody waits for a store. Every job is answered by exactly one CopyEnded,
+posted after its fence is terminal, and a mapping goes only when no part of its session is queued or running, so no
+thread ever touches memory that was unmapped.
 
 `attach`, `detach`, `submit`, `cancel`, `fail_fence` and `done_fence` are called by one thread (the loop's);
 `post` is called by any thread and must hand the event to the loop.
@@ -31,9 +32,13 @@ from hicache.protocol.fence import SLOT_BYTES
 from hicache.spec.layout import L1Layout, check_layout
 from hicache.spec.model import ModelSpec
 from hicache_daemon.client_memory import ClientMemory
+from hicache_daemon.prefault import Prefault
 
 # A second thread costs a wake-up and contends for the interpreter; below this it does not pay.
 PART_BYTES = 8 << 20
+# The steps of one part: enough that no thread waits long for the last step of another.
+STEPS_PER_PART = 8
+MIN_STEP_BYTES = 1 << 20  # about 0.1 ms; a step costs about 10 µs beside the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +63,58 @@ class _Attached:
         self.fences = fences
         self.area: FenceArea | None = FenceArea(fences.bytes, slots)
         self.geometry = geometry
+        self.layers = sum(len(group.layers) for group in geometry)
         self.busy = 0
+        self._prefault = Prefault(pool.bytes)
 
     def unmap(self) -> None:
         """Nobody writes here any more: what waits for a word gets its last one. Then the memory goes."""
         if self.area is not None:
             self.area.fail_open()
         self.area = None
+        self._prefault.stop()
         self.pool.close()
         self.fences.close()
 
 
 @dataclass(slots=True)
 class _Job:
-    """A CopyPages under way. `layers[i]` is how far part i came."""
+    """A CopyPages under way. `layers[i]`: in so many layers part i has nothing left to move. In all before it starts,
+    for then it has claimed nothing."""
 
     command: CopyPages
     attached: _Attached
     slot: FenceSlot | None  # None once the job has ended: it is a view of the client's memory
+    transfers: tuple[Transfer, ...]
     bytes: int
     layers: list[int]
     parts_left: int
-    told: int = 0
+    claimed: int = 0  # steps
+    told: int = 0  # layers
     running: bool = False
     error: HiCacheError | None = None
     was_revoked: bool = False  # when it ended
     movers: list[CpuMover] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell_running(self) -> None:
+    def tell_running(self, part: int) -> None:
+        """Before part `part` claims its first step: what was told before has been moved."""
         with self.lock:
+            self.layers[part] = self.told
             if not self.running and self.slot is not None:
                 self.slot.running()
                 self.running = True
 
-    def tell_layers(self, part: int, count: int) -> None:
-        """Part `part` has `count` layers; the fence learns the slowest part's count.
+    def claim(self) -> int:
+        with self.lock:
+            self.claimed += 1
+            return self.claimed - 1
 
-        The lock also orders this thread's bytes before the store of whichever thread tells the fence."""
+    def tell_layers(self, part: int, count: int) -> None:
+        """Part `part` has nothing left to move in `count` layers; the fence learns the slowest part's count.
+
+        Steps are claimed in their order, so below the slowest all are claimed, and moved. The lock also orders this
+        thread's bytes before the store of whichever thread tells the fence."""
         with self.lock:
             self.layers[part] = count
             slowest = min(self.layers)
@@ -137,33 +156,23 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _PartFence:
-    """What a part's mover writes to. The terminal state is the job's, so it is not told here."""
+class _Part:
+    """One thread's share in a job: a `Share`. The terminal state is the job's."""
 
     job: _Job
-    part: int
+    index: int
 
     def running(self) -> None:
-        self.job.tell_running()
+        self.job.tell_running(self.index)
 
-    def layers_done(self, count: int) -> None:
-        self.job.tell_layers(self.part, count)
+    def claim(self) -> int:
+        return self.job.claim()
 
     def revoked(self) -> bool:
         return self.job.revoked()
 
-    def done(self) -> None:
-        raise AssertionError("the job tells the terminal state")
-
-    def failed(self, code: str) -> None:
-        raise AssertionError(f"the job tells the terminal state, not {code}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    job: _Job
-    index: int
-    transfers: tuple[Transfer, ...]
+    def layers_done(self, count: int) -> None:
+        self.job.tell_layers(self.index, count)
 
 
 class CpuLane:
@@ -274,10 +283,11 @@ class CpuLane:
                 for geometry in attached.geometry[copy.group : copy.group + 1]
             )
             count = max(1, min(len(self._threads), size // PART_BYTES))
-            job = _Job(command, attached, slot, size, [0] * count, count)
+            transfers = tuple(Transfer(copy.group, copy.l2_offsets, copy.l1) for copy in command.copies)
+            job = _Job(command, attached, slot, transfers, size, [attached.layers] * count, count)
             self._jobs[command.ticket] = job
             attached.busy += count
-            queue.extend(_Part(job, i, _share(command, i, count)) for i in range(count))
+            queue.extend(_Part(job, i) for i in range(count))
             self._change.notify_all()
 
     def cancel(self, ticket: TicketId) -> None:
@@ -290,6 +300,10 @@ class CpuLane:
     def _stop(self, job: _Job, error: HiCacheError) -> None:
         """Fail a job; parts that wait end here, running ones in their threads."""
         job.fail(error)
+        self._withdraw(job)
+
+    def _withdraw(self, job: _Job) -> None:
+        """End the job's parts that wait: nothing is left to them."""
         queue = self._loads if job.command.to_l1 else self._stores
         with self._change:
             waiting = [part for part in queue if part.job is job]
@@ -360,6 +374,8 @@ class CpuLane:
                 part = self._loads.popleft() if self._loads else self._stores.popleft()
                 self._running += 1
             self._copy(part)
+            if len(part.job.layers) > 1:
+                self._withdraw(part.job)
             with self._change:
                 self._running -= 1
             self._end_part(part)
@@ -367,14 +383,15 @@ class CpuLane:
 
     def _copy(self, part: _Part) -> None:
         job = part.job
-        mover = CpuMover(self._arena)
+        step_bytes = max(MIN_STEP_BYTES, job.bytes // (len(job.layers) * STEPS_PER_PART))
+        mover = CpuMover(self._arena, step_bytes)
         with job.lock:
             if job.error is not None:
                 return
             job.movers.append(mover)
         pool = job.attached.pool.bytes
         try:
-            mover.copy(pool, job.attached.geometry, part.transfers, job.command.to_l1, _PartFence(job, part.index))
+            mover.copy(pool, job.attached.geometry, job.transfers, job.command.to_l1, part)
         except HiCacheError as error:
             job.fail(_bare(error))
         except Exception as error:  # noqa: BLE001 - reported: a thread that died silently would owe a CopyEnded
@@ -404,13 +421,3 @@ class CpuLane:
 def _bare(error: HiCacheError) -> HiCacheError:
     """The same error without its traceback, whose frames hold views of a client's memory."""
     return HiCacheError(error.code, error.message, error.remedy)
-
-
-def _share(command: CopyPages, index: int, count: int) -> tuple[Transfer, ...]:
-    """Part `index` of `count` of every group's pairs: views, no copies."""
-    shares = []
-    for copy in command.copies:
-        n = len(copy.l1)
-        cut = slice(n * index // count, n * (index + 1) // count)
-        shares.append(Transfer(copy.group, copy.l2_offsets[cut], copy.l1[cut]))
-    return tuple(shares)

@@ -1,4 +1,4 @@
-"""What a mover is, and where fences are written."""
+"""What a mover is, and how threads share one copy."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,24 +44,31 @@ class Transfer:
     l1_starts: npt.NDArray[np.int32]
 
 
-class FenceWriter(Protocol):
-    """The daemon's end of one fence slot."""
+class Share(Protocol):
+    """One thread's share in a copy that several may make together: which steps are its own, and whom it tells.
 
-    def running(self) -> None: ...
-    def layers_done(self, count: int) -> None:
-        """`count` layers, in model order and of every group, are complete. Called after their bytes."""
+    All walk through the same steps in the same order, from layer to layer; each moves those that it claimed.
+    """
+
+    def running(self) -> None:
+        """Called first, and before the first byte moves."""
+        ...
+
+    def claim(self) -> int:
+        """The number of the next step that nobody has; larger each time. Past the last step nothing is left."""
         ...
 
     def revoked(self) -> bool:
-        """Whether the client wants no more of it. Asked before each piece of some MiB; the copy then stops."""
+        """Whether the client wants no more of it. Asked before each step; the copy then stops."""
         ...
 
-    def done(self) -> None: ...
-    def failed(self, code: str) -> None: ...
+    def layers_done(self, count: int) -> None:
+        """This thread has nothing left to move in the first `count` layers, in model order and of every group."""
+        ...
 
 
 class Mover(Protocol):
-    """Moves pages for one device. Thread-safe; `copy` returns when neither end is touched any more."""
+    """Moves pages for one device. Thread-safe; `copy` returns when this thread touches neither end any more."""
 
     def copy(
         self,
@@ -69,11 +76,11 @@ class Mover(Protocol):
         geometry: tuple[GroupGeometry, ...],
         transfers: tuple[Transfer, ...],
         to_l1: bool,
-        fence: FenceWriter,
+        share: Share,
     ) -> None:
-        """Copy all pairs, layer by layer in model order, telling `fence` after each layer; stop when it was revoked.
+        """Copy `share` of the pairs, layer by layer in model order, until no step is left; stop when revoked.
 
-        Raises `HiCacheError(TRANSFER_FAILED)` or `HiCacheError(OUT_OF_RANGE)`; the fence is then left to the
-        caller. Cancellation: `cancel` of the concrete mover.
+        Raises `HiCacheError(TRANSFER_FAILED)` or `HiCacheError(OUT_OF_RANGE)`, the latter before any byte moves.
+        Cancellation: `cancel` of the concrete mover.
         """
         ...

@@ -6,23 +6,23 @@ blocks is then one assignment between two slices; numpy walks the axes in C with
 docs/internals/copy.md holds the measurements behind each choice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.base.errors import ErrorCode, HiCacheError
-from hicache.copy.base import Bytes, FenceWriter, GroupGeometry, Transfer
+from hicache.copy.base import Bytes, GroupGeometry, Share, Transfer
 from hicache.copy.geometry import Axes, canonical, neighbour_step, start_places
 from hicache.plan.overlap import layer_waves
 from hicache.plan.ranges import Runs, coalesce
 
-# One call moves at most this much, so that a cancelled copy ends within about a millisecond.
-CALL_BYTES = 4 << 20
-# After about as much the fence is asked whether the copy was revoked, which costs a few µs.
-PIECE_BYTES = 16 << 20
+# One step moves about this much at most, so that a cancelled or revoked copy ends within about a millisecond.
+STEP_BYTES = 4 << 20
 
 _ITEMS: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -89,24 +89,24 @@ def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple
         low = end
 
 
-def _pieces(runs: Runs, total: int, pages: int) -> list[Runs]:
-    """Cut `runs`, of `total` pages together, into pieces of `pages` pages on average."""
-    n = len(runs.count)
-    step = max(1, n * pages // total)
-    if step >= n:
-        return [runs]
-    return [Runs(runs.l2[i : i + step], runs.l1[i : i + step], runs.count[i : i + step]) for i in range(0, n, step)]
+def _pieces(runs: Runs, pages: int) -> Iterator[Runs]:
+    """Cut `runs`, none longer than `pages`, where `pages` pages are full: no piece is longer than twice that."""
+    piece = (np.cumsum(runs.count) - 1) // pages
+    cuts = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(piece)]
+    for low, high in pairwise(cuts):
+        yield Runs(runs.l2[low:high], runs.l1[low:high], runs.count[low:high])
 
 
 class CpuMover:
     """Moves blocks on the calling thread: a `Mover`.
 
-    Threads may share a mover, but `cancel` is for good and hits all its copies, so the lane makes one per piece
-    of work; it holds two references.
+    Threads may share a mover, but `cancel` is for good and hits all its copies, so the lane makes one per part of
+    a job; it holds two references. All that share a copy have the same `step_bytes`.
     """
 
-    def __init__(self, arena: Bytes) -> None:
+    def __init__(self, arena: Bytes, step_bytes: int = STEP_BYTES) -> None:
         self._arena = arena
+        self._step_bytes = min(step_bytes, STEP_BYTES)
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -119,9 +119,9 @@ class CpuMover:
         geometry: tuple[GroupGeometry, ...],
         transfers: tuple[Transfer, ...],
         to_l1: bool,
-        fence: FenceWriter,
+        share: Share,
     ) -> None:
-        """See `Mover.copy`. `fence` is told RUNNING and the layers; its terminal state is the caller's."""
+        """See `Mover.copy`."""
         for transfer in transfers:
             if not 0 <= transfer.group < len(geometry):
                 raise HiCacheError(ErrorCode.OUT_OF_RANGE, f"group {transfer.group} of {len(geometry)}")
@@ -129,25 +129,31 @@ class CpuMover:
         order = sorted(layer for group in geometry for layer in group.layers)
         rank = {layer: i for i, layer in enumerate(order)}
         smallest = min((plan.geometry.block_layer_bytes for plan in plans), default=0)
-        fence.running()
+        share.running()
+        step, mine = 0, share.claim()
         for low, high in layer_waves(len(order), smallest):
             for plan in plans:
                 layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
                 if layers and len(plan.l1_places):  # ascending, so the range is without gaps
-                    self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1, fence)
-            fence.layers_done(high)
+                    for move in self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1):
+                        if step == mine:
+                            if share.revoked():
+                                raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
+                            move()
+                            mine = share.claim()
+                        step += 1
+            share.layers_done(high)
 
-    def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool, fence: FenceWriter) -> None:
+    def _wave(self, pool: Bytes, plan: _Plan, layers: tuple[int, int], to_l1: bool) -> Iterator[Callable[[], None]]:
+        """The steps of some layers of one group."""
         bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
-        steps = (plan.block_bytes, plan.step)
-        runs = coalesce(plan.l2_offsets, plan.l1_places, steps, max(1, CALL_BYTES // bytes_per_block))
-        pieces = _pieces(runs, len(plan.l1_places), max(1, PIECE_BYTES // bytes_per_block))
+        pages = max(1, self._step_bytes // bytes_per_block)
+        runs = coalesce(plan.l2_offsets, plan.l1_places, (plan.block_bytes, plan.step), pages)
+        pieces = list(_pieces(runs, pages))
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
             for piece in pieces:
-                if fence.revoked():
-                    raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
-                self._copy_runs(l1, l2, piece, plan, to_l1)
+                yield partial(self._copy_runs, l1, l2, piece, plan, to_l1)
 
     def _views(
         self, pool: Bytes, plan: _Plan, layers: tuple[int, int], layer_stride: int

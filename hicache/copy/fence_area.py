@@ -44,7 +44,7 @@ def require_store_order() -> None:
 
 
 class FenceSlot:
-    """One slot for one transfer: a `FenceWriter`.
+    """One slot for one transfer.
 
     Every call raises `HiCacheError(TRANSFER_FAILED)` and writes nothing when the slot is no longer the one that
     the transfer named (another MAGIC or GENERATION): the client gave it to a newer transfer.

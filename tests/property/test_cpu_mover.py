@@ -1,5 +1,8 @@
 """The CPU mover against a byte-wise reference, over random layouts in both directions."""
 
+import itertools
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -20,10 +23,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Log:
-    """A fence that remembers what it was told, and what the pool held then."""
+    """The only thread's share; it remembers what it was told."""
 
     told: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    steps: Iterator[int] = field(default_factory=itertools.count)
 
     def running(self) -> None:
         self.told.append("running")
@@ -31,14 +35,11 @@ class Log:
     def layers_done(self, count: int) -> None:
         self.counts.append(count)
 
+    def claim(self) -> int:
+        return next(self.steps)
+
     def revoked(self) -> bool:
         return False
-
-    def done(self) -> None:
-        self.told.append("done")
-
-    def failed(self, code: str) -> None:
-        self.told.append(code)
 
 
 def l1_runs(g: GroupGeometry, layer: int, start: int) -> list[int]:
@@ -190,6 +191,81 @@ def test_layers_are_told_only_after_their_bytes(case: Case) -> None:
                         )
 
     CpuMover(arena).copy(pool, case.geometry, case.transfers, True, Checking())
+
+
+class Team:
+    """Several threads' shares in one copy. `check` is given the layers of which no thread has anything left."""
+
+    def __init__(self, size: int, check: Callable[[int], None]) -> None:
+        self.lock = threading.Lock()
+        self.claimed = 0
+        self.layers = [0] * size
+        self.check = check
+
+    def claim(self) -> int:
+        with self.lock:
+            self.claimed += 1
+            return self.claimed - 1
+
+    def tell(self, member: int, count: int) -> None:
+        with self.lock:
+            self.layers[member] = count
+            self.check(min(self.layers))
+
+
+@dataclass
+class Member:
+    team: Team
+    index: int
+
+    def running(self) -> None: ...
+
+    def claim(self) -> int:
+        return self.team.claim()
+
+    def revoked(self) -> bool:
+        return False
+
+    def layers_done(self, count: int) -> None:
+        self.team.tell(self.index, count)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.booleans(), st.sampled_from([1, 100, 1000, 1 << 20]))
+def test_threads_share_one_copy(case: Case, to_l1: bool, step_bytes: int) -> None:
+    rng = np.random.default_rng(case.seed)
+    pool = rng.integers(0, 256, case.pool_bytes, dtype=np.uint8)
+    arena = rng.integers(0, 256, case.arena_bytes, dtype=np.uint8)
+    want_pool, want_arena = pool.copy(), arena.copy()
+    for transfer in case.transfers:
+        naive(want_pool, want_arena, case.geometry[transfer.group], transfer, to_l1)
+    order = sorted((layer, k, i) for k, g in enumerate(case.geometry) for i, layer in enumerate(g.layers))
+    wrong: list[int] = []
+
+    def check(count: int) -> None:
+        for _, k, i in order[:count]:
+            g, transfer = case.geometry[k], case.transfers[k]
+            for offset, start in zip(transfer.l2_offsets.tolist(), transfer.l1_starts.tolist(), strict=True):
+                at = offset + i * g.block_layer_bytes
+                spans = l1_runs(g, i, start) if to_l1 else [at]
+                have, want = (pool, want_pool) if to_l1 else (arena, want_arena)
+                size = g.run_bytes if to_l1 else g.block_layer_bytes
+                wrong.extend(a for a in spans if not np.array_equal(have[a : a + size], want[a : a + size]))
+
+    team = Team(3, check)
+
+    def work(index: int) -> None:
+        CpuMover(arena, step_bytes).copy(pool, case.geometry, case.transfers, to_l1, Member(team, index))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert team.layers == [sum(len(g.layers) for g in case.geometry)] * 3
+    assert np.array_equal(pool, want_pool)
+    assert np.array_equal(arena, want_arena)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,7 @@
 """A client takes a transfer back by a word in its fence slot: what the lane makes of it."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ from test_lanes import BLOCK, BLOCK_LAYER, LAYERS, POOL, SAFETY_S, Client, Rig, 
 
 from hicache.base.ids import TicketId
 from hicache.copy import cpu
-from hicache.copy.base import Bytes, FenceWriter, GroupGeometry, Transfer
+from hicache.copy.base import Bytes, GroupGeometry, Share, Transfer
 from hicache.copy.cpu import CpuMover
 from hicache.core.events import CopyEnded
 from hicache.protocol import fence as f
@@ -38,9 +39,9 @@ class Watched(CpuMover):
         geometry: tuple[GroupGeometry, ...],
         transfers: tuple[Transfer, ...],
         to_l1: bool,
-        fence: FenceWriter,
+        share: Share,
     ) -> None:
-        super().copy(pool, geometry, transfers, to_l1, fence)
+        super().copy(pool, geometry, transfers, to_l1, share)
         type(self).when_copied()
 
 
@@ -89,11 +90,16 @@ def test_one_part_that_ends_late_is_enough(watched: type[Watched], threads: int)
 
     watched.when_copied = staticmethod(when_copied)
     rig.lane.submit(job(7, PAGES, to_l1=False))
-    for part in range(threads):
+    for _ in range(threads):
         assert ended.acquire(timeout=SAFETY_S)
-        if part == threads - 1:
-            revoke(client, 0, 7)
+    for _ in range(threads - 1):
         go.release()
+    deadline = time.monotonic() + SAFETY_S
+    while rig.lane.stats().running > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    revoke(client, 0, 7)
+    go.release()
     assert rig.ended() == CopyEnded(TicketId(7), False, REVOKED)
     rig.lane.close()
     client.close()
@@ -132,15 +138,19 @@ def test_what_is_revoked_before_it_begins_moves_nothing(to_l1: bool) -> None:
     client.close()
 
 
-def test_a_load_stops_in_the_middle_of_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers move as one wave here; it is asked for after every second page."""
+def test_a_load_stops_in_the_middle_of_a_wave() -> None:
+    """Four layers move as one wave here, two pages are a step."""
     pages_asked_for = 2
-    monkeypatch.setattr(cpu, "PIECE_BYTES", pages_asked_for * LAYERS * BLOCK_LAYER)
     geometry = GroupGeometry(tuple(range(LAYERS)), BLOCK_LAYER, (0, 1024, 2048, 3072), 13, 4096, (), BLOCK_LAYER, 2)
     arena, pool = random_bytes(13 * BLOCK, 3), np.zeros(13 * 4096, np.uint8)
 
-    class Slot:
+    class Sole:
         asked = 0
+        claimed = -1
+
+        def claim(self) -> int:
+            self.claimed += 1
+            return self.claimed
 
         def revoked(self) -> bool:
             self.asked += 1
@@ -148,14 +158,11 @@ def test_a_load_stops_in_the_middle_of_a_wave(monkeypatch: pytest.MonkeyPatch) -
 
         def running(self) -> None: ...
         def layers_done(self, count: int) -> None: ...
-        def done(self) -> None: ...
-        def failed(self, code: str) -> None: ...
 
-    slot = Slot()
     l1 = np.arange(13, dtype=np.int32)
     transfer = Transfer(0, l1[::-1].astype(np.int64) * BLOCK, l1)
     with pytest.raises(cpu.HiCacheError, match="revoked"):
-        CpuMover(arena).copy(pool, (geometry,), (transfer,), True, slot)
+        CpuMover(arena, pages_asked_for * BLOCK).copy(pool, (geometry,), (transfer,), True, Sole())
     moved = pool.reshape(13, 4096).any(axis=1)
     assert moved.tolist() == [True] * (3 * pages_asked_for) + [False] * (13 - 3 * pages_asked_for)
 

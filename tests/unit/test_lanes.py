@@ -14,7 +14,7 @@ import pytest
 
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.base.ids import SessionId, TicketId
-from hicache.copy.base import Bytes, FenceWriter, GroupGeometry, Transfer
+from hicache.copy.base import Bytes, GroupGeometry, Share, Transfer
 from hicache.copy.cpu import CpuMover
 from hicache.core.commands import CopyPages, DoneFence, FailFence, GroupCopy
 from hicache.core.events import CopyEnded, Event
@@ -108,6 +108,7 @@ class Rig:
 @pytest.fixture(params=[1, 3])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(lanes, "PART_BYTES", 2 * BLOCK)  # so that small jobs are shared between threads too
+    monkeypatch.setattr(lanes, "MIN_STEP_BYTES", BLOCK)
     made = Rig(request.param)
     yield made
     made.lane.close()
@@ -145,11 +146,11 @@ class Held(CpuMover):
         geometry: tuple[GroupGeometry, ...],
         transfers: tuple[Transfer, ...],
         to_l1: bool,
-        fence: FenceWriter,
+        share: Share,
     ) -> None:
         Held.reached.release()
         assert Held.go.wait(SAFETY_S)
-        super().copy(pool, geometry, transfers, to_l1, fence)
+        super().copy(pool, geometry, transfers, to_l1, share)
 
 
 @pytest.fixture
@@ -298,40 +299,6 @@ def test_detach_waits_for_the_running_copy_and_ends_the_waiting(held: type[Held]
     rig.lane.submit(job(3, [(0, 0)]))
     assert not rig.ended().ok
     rig.lane.detach(SessionId(1))  # idempotent
-    rig.lane.close()
-
-
-def test_fence_tells_the_slowest_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    first_done, go = threading.Event(), threading.Event()
-
-    class Second(CpuMover):
-        """Holds back the part that moves L1 start 0."""
-
-        def copy(
-            self,
-            pool: Bytes,
-            geometry: tuple[GroupGeometry, ...],
-            transfers: tuple[Transfer, ...],
-            to_l1: bool,
-            fence: FenceWriter,
-        ) -> None:
-            if 0 in transfers[0].l1_starts:
-                assert go.wait(SAFETY_S)
-            super().copy(pool, geometry, transfers, to_l1, fence)
-            first_done.set()
-
-    monkeypatch.setattr(lanes, "CpuMover", Second)
-    monkeypatch.setattr(lanes, "PART_BYTES", BLOCK)
-    rig = Rig(2)
-    client = rig.attach(1)
-    client.arm(0, 1)
-    rig.lane.submit(job(1, [(0, 0), (1, 1)]))
-    assert first_done.wait(SAFETY_S)
-    assert l1_block(client, 1) == l2_block(rig, 1)
-    assert (client.state(0), client.layers(0)) == (f.STATE_RUNNING, 0)
-    go.set()
-    assert rig.ended().ok
-    assert (client.state(0), client.layers(0)) == (f.STATE_DONE, LAYERS)
     rig.lane.close()
 
 
