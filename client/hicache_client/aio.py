@@ -156,22 +156,27 @@ class AsyncClient:
     # ---- leases of the engine's other processes ---------------------------------------------------------
 
     def export(self, lease: int) -> LeaseRef | None:
-        """What a process of the same `ClientOptions.group` adopts; None if the lease is gone, as far as known."""
+        """What a process of the same `ClientOptions.group` adopts; None if the lease is gone, as far as known.
+
+        Any thread, without waiting for the turn; the same holds for `adopt` and `forget`."""
         link = self._session.link
-        remote = None if link is None or link.gone() else link.leases.get(lease)
+        remote = None if link is None or link.gone() else link.leases.remote(lease)
         return None if link is None or remote is None else LeaseRef(link.boot_id, remote)
 
     def adopt(self, ref: LeaseRef) -> int:
         """A number for another process's lease, to load on, extend, renew or release; 0 if no session is open with
-        the daemon that gave it. Whether the lease lives is seen when it is used."""
+        the daemon that gave it. Whether the lease lives is seen when it is used. It stays its owner's: only
+        `release` gives it back, a load that comes to nothing does not. Any thread."""
         link = self._session.link
-        return 0 if link is None or link.gone() or link.boot_id != ref.boot_id else link.lease_number(ref.lease)
+        if link is None or link.gone() or link.boot_id != ref.boot_id:
+            return 0
+        return link.leases.number(ref.lease, adopted=True)
 
     def forget(self, leases: Sequence[int]) -> None:
-        """Drop the numbers of adopted leases, which stay their owner's. Unknown ones are no error."""
+        """Drop the numbers of adopted leases, which stay their owner's. Unknown ones are no error. Any thread."""
         link = self._session.link
         if link is not None:
-            link.forget_leases(leases)
+            link.leases.forget(leases)
 
     # ---- verbs ------------------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class AsyncClient:
         limit = natural(limit_tokens, "limit_tokens")
 
         def make(link: Link) -> ClientMessage | None:
-            remote = link.leases.get(lease)
+            remote = link.leases.remote(lease)
             return None if remote is None else Extend(remote, view.nbytes // 4, limit)
 
         return self._matched(await self._request(make, (view,)))
@@ -215,7 +220,8 @@ class AsyncClient:
         """Keep these leases; none: a heartbeat. How many are still held; failure: 0."""
 
         def make(link: Link) -> ClientMessage | None:
-            known = tuple(link.leases[lease] for lease in leases if lease in link.leases)
+            remote = (link.leases.remote(lease) for lease in leases)
+            known = tuple(lease for lease in remote if lease is not None)
             return Renew(known) if known or not leases else None
 
         answer = await self._request(make, ())
@@ -245,9 +251,10 @@ class AsyncClient:
     async def load(self, lease: int, first_page: int, blocks: Sequence[Buffer]) -> AsyncLoadHandle | None:
         """Copy leased pages from `first_page` on into L1: per cache group the int32 starts they go to.
 
-        None: nothing was or will be written, and the lease has been given back. A handle that has `failed` but
-        is not yet `settled` (the daemon did not answer in time, but may have begun): the target blocks may
-        still be written; keep them from other sequences until it is. So do not cancel this call (or shield it).
+        None: nothing was or will be written, and the lease has been given back, unless it was adopted: that one
+        stays its owner's. A handle that has `failed` but is not yet `settled` (the daemon did not answer in time,
+        but may have begun): the target blocks may still be written; keep them from other sequences until it is.
+        So do not cancel this call (or shield it).
         """
         views = self._columns(blocks)
         page = natural(first_page, "first_page")
@@ -339,7 +346,7 @@ class AsyncClient:
         lease: int,
     ) -> tuple[Link, Pending, Fence] | None:
         """Begin a Load (on `lease`) or a Store (0). None: it did not and will not begin, and the lease is
-        back; an unanswered request is returned with its `pending` abandoned."""
+        back, unless it is another process's; an unanswered request is returned with its `pending` abandoned."""
         self.stats.requests += 1
         deadline = self._port.now() + self._options.request_timeout_s
         if not await self._port.enter(deadline):
@@ -353,14 +360,14 @@ class AsyncClient:
             fence = link.fences.acquire()
             if fence is None:
                 self.stats.busy += 1
-                self._give_back(link, (lease,))
+                self._give_back(link, link.leases.own((lease,)))
                 return None
             begun: Pending | None = None
             try:
                 begun = await self._begin_transfer(link, fence, make(link, fence), buffers, deadline)
             finally:
                 if begun is None or begun.abandoned:
-                    self._give_back(link, (lease,))
+                    self._give_back(link, link.leases.own((lease,)))
             return None if begun is None else (link, begun, fence)
         finally:
             self._port.leave()
@@ -434,7 +441,7 @@ class AsyncClient:
         counts = tuple(view.nbytes // 4 for view in views)
 
         def make(link: Link, fence: Fence) -> ClientMessage | None:
-            remote = link.leases.get(lease)
+            remote = link.leases.remote(lease)
             return None if remote is None else Load(remote, page, counts, fence.slot, fence.generation)
 
         return make
@@ -466,10 +473,10 @@ class AsyncClient:
             return EMPTY
         if not match.lease:
             return match
-        return msgspec.structs.replace(match, lease=link.lease_number(match.lease))
+        return msgspec.structs.replace(match, lease=link.leases.number(match.lease))
 
     @staticmethod
     def _give_back(link: Link, leases: Sequence[int]) -> None:
-        remote = link.forget_leases(leases)
+        remote = link.leases.forget(leases)
         if remote and not link.dead:
             link.give_back(remote)

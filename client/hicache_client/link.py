@@ -5,11 +5,11 @@
     link      UP ─lifeline EOF, other boot id, unknown session, nonsense─► `dead` names the reason
 
 The client (aio.py, sync.py) does the waiting between calls of `drain` and `try_send`. With several threads it
-serialises them; only `gone` may be called from any thread.
+serialises them; only `gone` and `leases` may be used from any thread.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -32,6 +32,7 @@ from hicache.protocol.messages import (
 )
 from hicache.protocol.wire import Buffer, decode_daemon, encode
 from hicache_client.fences import Fence, FenceArea
+from hicache_client.leases import LeaseBook
 from hicache_client.lifeline import Lifeline
 from hicache_client.options import ClientStats
 
@@ -96,13 +97,11 @@ class Link:
         self.proven = False  # a request other than Hello was answered
         self.limits: ClientLimits | None = None
         self.received = 0  # replies
-        self.leases: dict[int, int] = {}  # the client's lease number → the daemon's
-        self.lease_numbers: Iterator[int] = count(1)  # the client's, over all of its sessions
+        self.leases = LeaseBook()
         self.stats = ClientStats()
         self.on_progress: Callable[[], None] | None = None  # replies came, or the link died
         self._ids = count(1)
         self._open: dict[int, Pending] = {}
-        self._numbers: dict[int, int] = {}  # the daemon's → the client's
         self._to_return: list[int] = []  # the daemon's lease numbers
         self._decode_limits = Limits()
 
@@ -151,21 +150,6 @@ class Link:
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for this reply. The credit stays spent until it comes: the daemon still counts it."""
         pending.abandoned = True
-
-    def lease_number(self, lease: int) -> int:
-        """The client's number of a lease of the daemon's."""
-        if lease not in self._numbers:
-            number = next(self.lease_numbers)
-            self._numbers[lease] = number
-            self.leases[number] = lease
-        return self._numbers[lease]
-
-    def forget_leases(self, numbers: Sequence[int]) -> list[int]:
-        """Forget these; the daemon's numbers of those that were known."""
-        remote = [self.leases.pop(number) for number in numbers if number in self.leases]
-        for lease in remote:
-            del self._numbers[lease]
-        return remote
 
     def give_back(self, leases: Sequence[int]) -> None:
         """Return leases (the daemon's numbers) as soon as there is room; nobody waits for the answer."""

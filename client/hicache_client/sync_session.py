@@ -38,6 +38,7 @@ from hicache.spec.layout import L1Layout
 from hicache.spec.model import ModelSpec, ShardSpec
 from hicache_client.buffers import error_of
 from hicache_client.fences import Fence, FenceArea
+from hicache_client.leases import LeaseBook
 from hicache_client.lifeline import Lifeline
 from hicache_client.link import Link, Pending, open_dealer
 from hicache_client.options import ClientOptions, ClientStats
@@ -298,7 +299,7 @@ class Session:
                 attempt.link = Link(sock, attempt.lifeline, attempt.fences, answer.boot, attempt.epoch)
                 attempt.token = answer.token
                 attempt.link.stats = self._stats
-                attempt.link.lease_numbers = self._lease_numbers
+                attempt.link.leases = LeaseBook(self._lease_numbers)
                 self.port.watch(attempt.link)
             elif isinstance(answer, Refuse):
                 raise error_of(answer)

@@ -56,6 +56,26 @@ def test_another_engine_cannot_use_the_lease(daemon: DaemonProcess) -> None:
         assert np.array_equal(memory, before)
 
 
+def test_a_load_that_comes_to_nothing_leaves_an_adopted_lease_with_its_owner(daemon: DaemonProcess) -> None:
+    with client_of(daemon, group=GROUP) as (worker, memory), asker(daemon) as scheduler:
+        filled(memory, 3)
+        put(worker)
+        match = scheduler.lookup(PROMPT, PAGES * PAGE_TOKENS)
+        ref = scheduler.export(match.lease)
+        assert ref is not None
+        number = worker.adopt(ref)
+        assert worker.load(number, 1, SECOND) is None, "pages that the lease has not"
+        worker.describe()  # a release would have been read by now
+        assert scheduler.renew([match.lease]) == 1
+        assert worker.renew([number]) == 1, "it stays known here too"
+        own = worker.lookup(PROMPT, PAGES * PAGE_TOKENS).lease
+        assert worker.load(own, 1, SECOND) is None
+        assert worker.renew([own]) == 0, "one's own is given back"
+        handle = worker.load(number, 0, SECOND)
+        assert handle is not None
+        assert handle.wait_done()
+
+
 def test_a_lease_of_another_boot_is_not_adopted(daemon: DaemonProcess) -> None:
     with client_of(daemon, group=GROUP) as (worker, _):
         assert worker.connect()
