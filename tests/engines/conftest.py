@@ -8,7 +8,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from tests.daemon_harness import DaemonProcess
+from tests.daemon_harness import DaemonProcess  # noqa: E402
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Starts engines for the tests and speaks to them; compares what they say."""
 
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,9 @@ EXACT = 2e-3  # float32: other shapes of the same sums
 def environment(**changes: str) -> dict[str, str]:
     """For an engine on this machine's CPUs, without a word to the outside."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_CI_ENV": "1"}
-    return os.environ | quiet | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | changes
+    return (
+        os.environ | quiet | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | changes
+    )
 
 
 class Engine:
@@ -130,10 +133,8 @@ class Engine:
     ) -> None:
         if self.process.poll() is None and kind is None:
             self._write({"op": "exit"})
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
 

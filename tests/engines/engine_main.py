@@ -176,7 +176,10 @@ def _plain(output: Any) -> dict[str, Any]:
         "gaps": [_gap(entry) for entry in first.logprobs],
         "prompt_logprobs": None
         if output.prompt_logprobs is None
-        else [None if entry is None else sorted(each.logprob for each in entry.values()) for entry in output.prompt_logprobs],
+        else [
+            None if entry is None else sorted(each.logprob for each in entry.values())
+            for entry in output.prompt_logprobs
+        ],
         "cached": output.num_cached_tokens,
         "finished": output.finished,
     }

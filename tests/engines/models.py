@@ -1,4 +1,4 @@
-"""The models of these tests, made on first use: SmolLM2 from its GGUF, tiny ones of each family from random weights."""
+"""The models of these tests, made on first use: SmolLM2 from its GGUF, tiny ones of each family, random weights."""
 
 import json
 import os
@@ -93,6 +93,13 @@ made.to(getattr(torch, dtype)).save_pretrained(target)
 """
 
 
+_CONVERT = """
+import sys, pathlib
+from hicache_daemon.demo.model import convert, find_gguf
+convert(find_gguf(), pathlib.Path(sys.argv[1]))
+"""
+
+
 def path_of(name: str) -> Path:
     """Folder of "smollm2" or of a tiny family; made if it is not there yet."""
     target = FOLDER / name
@@ -106,16 +113,19 @@ def path_of(name: str) -> Path:
         config, model, dtype, changes = TINY[name]
         argument = json.dumps([config, model, dtype, _COMMON | changes, str(scratch)])
         _run([sys.executable, "-c", _MAKE_TINY, argument])
+        for file in path_of("smollm2").glob("tokenizer*"):  # for the HTTP server; the vocabulary is larger
+            shutil.copy(file, scratch)
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
     return target
 
 
 def _convert_smollm2(target: Path) -> None:
-    code = "import sys; from hicache_daemon.demo.model import *; convert(find_gguf(), __import__('pathlib').Path(sys.argv[1]))"
-    _run([sys.executable, "-c", code, str(target)])
+    _run([sys.executable, "-c", _CONVERT, str(target)])
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Whatever happens to the daemon or to an engine: every request is answered rightly, and hits come back by themselves."""
+"""Whatever happens to daemon or engine: every request is answered rightly, and hits come back by themselves."""
 
 import os
 import signal
@@ -13,9 +13,7 @@ from tests.daemon_harness import DaemonProcess
 
 PROMPTS = [[(seed * 977 + i * 7919) % 3900 + 50 for i in range(400 + 37 * seed)] for seed in range(6)]
 ARGUMENTS: dict[str, Any] = {"block_size": 32}
-REQUESTS = [
-    {"id": f"p{i}", "tokens": prompt, "max_tokens": 12, "arrive": 2 * i} for i, prompt in enumerate(PROMPTS)
-]
+REQUESTS = [{"id": f"p{i}", "tokens": prompt, "max_tokens": 12, "arrive": 2 * i} for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def test_daemon_absent_at_start_joins_later(tmp_path: Path, expected: dict[str, 
 
 
 def test_a_daemon_restarted_with_its_disk_serves_what_it_had(tmp_path: Path, expected: dict[str, Any]) -> None:
-    with DaemonProcess(tmp_path, ["l2.size=64MiB"], l3=True) as daemon:
+    with DaemonProcess(tmp_path, ["l2.size=64MiB"], l3=True) as daemon:  # noqa: SIM117
         with Engine("llama", {"runtime_dir": str(daemon.runtime_dir)}, **ARGUMENTS) as engine:
             check(expected, engine.run(REQUESTS), "cold")
             engine.ask("settle")

