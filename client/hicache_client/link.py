@@ -207,7 +207,8 @@ class Link:
         try:
             envelope = decode_daemon(frames, self._decode_limits)
         except HiCacheError as error:
-            self.dead = f"the daemon sent what is no message: {error}"
+            other = error.code == ErrorCode.VERSION
+            self.dead = str(error) if other else f"the daemon sent what is no message: {error}"
             return
         if envelope.boot_id != self.boot_id:
             self.dead = "the daemon was restarted"

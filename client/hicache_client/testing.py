@@ -57,7 +57,7 @@ from hicache.protocol.messages import (
     Store,
     Welcome,
 )
-from hicache.protocol.version import VERSION
+from hicache.protocol.version import MAJOR, VERSION, text
 from hicache.protocol.wire import Buffer, decode_client, decode_packet, encode, encode_packet, request_id_of
 from hicache_client.paths import CONTROL_NAME, LIFELINE_NAME
 
@@ -174,6 +174,7 @@ class FakeDaemon:
         self.answer = answer
         self.attach = attach
         self.refuse_attach: Refuse | None = None
+        self.speaks = VERSION  # another major: Attach is refused, and every header says so
         self.boot_id = 0
         self.requests: list[FakeRequest] = []
         self.sessions: dict[tuple[bytes, int], FakeSession] = {}  # by instance and epoch
@@ -277,7 +278,8 @@ class FakeDaemon:
         try:
             packet, fds, _, _ = socket.recv_fds(connection, 65536, 2)
             if packet and self.attach:
-                connection.send(encode_packet(self._attached(packet, fds, connection), self.boot_id, 0))
+                answer = encode_packet(self._attached(packet, fds, connection), self.boot_id, 0)
+                connection.send(self._in_version(answer))
             for fd in fds:  # mapped by now, or not wanted
                 os.close(fd)
         except (BrokenPipeError, ConnectionResetError):  # the client hung up
@@ -287,6 +289,8 @@ class FakeDaemon:
     def _attached(self, packet: bytes, fds: list[int], connection: socket.socket) -> Attached | Refuse:
         message = decode_packet(packet, Limits()).message
         assert isinstance(message, Attach)
+        if self.speaks >> 8 != MAJOR:
+            return Refuse("version", f"protocol {text(VERSION)} came, this side speaks {text(self.speaks)}")
         if self.refuse_attach is None:
             sizes = (message.pool_bytes, message.fence_slots * SLOT_BYTES) if fds else (4096, 4096)
             pool, words = (mmap.mmap(fd, size) for fd, size in zip(fds or (-1, -1), sizes, strict=True))
@@ -326,11 +330,14 @@ class FakeDaemon:
             return
         self._send(router, _Push(identity, envelope.request_id, envelope.epoch, list(replies), self.boot_id))
 
-    @staticmethod
-    def _send(router: "zmq.Socket[bytes]", push: _Push) -> None:
+    def _in_version(self, header: Buffer) -> bytes:
+        """A header, or what begins with one, as a daemon writes it that speaks `speaks`."""
+        return bytes(header[:2]) + self.speaks.to_bytes(2, "big") + bytes(header[4:])
+
+    def _send(self, router: "zmq.Socket[bytes]", push: _Push) -> None:
         for message in push.messages:
             frames = encode(message, push.request_id, push.boot_id, push.epoch)
-            router.send_multipart([push.identity, *frames])
+            router.send_multipart([push.identity, self._in_version(frames[0]), *frames[1:]])
 
 
 def int32_bytes(values: Iterable[int]) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 from hicache.base.errors import ErrorCode, HiCacheError
 from hicache.base.limits import Limits
 from hicache.protocol.messages import Attach, Attached, Refuse
+from hicache.protocol.version import VERSION, text
 from hicache.protocol.wire import decode_packet, encode_packet
 from hicache_daemon import lifeline as module
 from hicache_daemon.lifeline import Lifeline
@@ -188,6 +189,23 @@ def test_noise_a_second_attach_and_a_stolen_incarnation_are_refused(tmp_path: Pa
         assert isinstance(await first.answer(), Refuse)
         for peer in (noise, first, thief):
             peer.sock.close()
+        for fd in fds:
+            os.close(fd)
+
+    run(tmp_path, scenario)
+
+
+def test_an_attach_of_another_major_is_refused_naming_both_versions(tmp_path: Path) -> None:
+    async def scenario(lifeline: Lifeline, path: Path, died: list[int]) -> None:
+        peer, fds = Peer(path), [memfd(POOL_BYTES), memfd(SLOTS * 64)]
+        packet = encode_packet(Attach(INSTANCE, 1, POOL_BYTES, SLOTS), 0, 1)
+        socket.send_fds(peer.sock, [packet[:2] + bytes((1, 0)) + packet[4:]], fds)
+        refuse = await peer.answer()
+        assert isinstance(refuse, Refuse)
+        assert refuse.code == ErrorCode.VERSION
+        assert refuse.reason == f"protocol 1.0 came, this side speaks {text(VERSION)}"
+        assert lifeline.counts() == {"bound": 0, "unbound": 0}
+        peer.sock.close()
         for fd in fds:
             os.close(fd)
 

@@ -39,7 +39,7 @@ from hicache.protocol.messages import (
     Store,
     Welcome,
 )
-from hicache.protocol.version import VERSION
+from hicache.protocol.version import VERSION, number, text
 from hicache_client.options import EMPTY
 from hicache_client.testing import LIMITS, FakeDaemon, FakeRequest, int32_bytes
 
@@ -204,6 +204,37 @@ def test_a_refusal_is_logged_with_its_remedy_and_is_a_miss(
         assert caplog.text.count("set the credential") == 1
         daemon.refuse_attach = daemon.answer = None
         assert client.connect()
+
+
+def test_a_daemon_of_another_major_is_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with FakeDaemon(tmp_path) as daemon, client_of(tmp_path) as client:
+        daemon.speaks = number(1, 0)
+        for _ in range(3):
+            assert client.lookup(TOKENS, 8) == EMPTY
+            time.sleep(0.002)
+        (line,) = caplog.messages
+        for part in (
+            "running uncached",
+            "protocol 1.0 came",
+            f"this side speaks {text(VERSION)}",
+            "same hicache release",
+        ):
+            assert part in line
+        assert client.failure is not None
+        assert client.failure.code == ErrorCode.VERSION
+        assert client.stats.late_replies == 0
+        daemon.speaks = VERSION
+        assert client.connect()
+
+
+def test_a_daemon_that_turns_into_one_of_another_major_ends_the_session_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeDaemon(tmp_path, leasing) as daemon, client_of(tmp_path) as client:
+        client.lookup(TOKENS, 8)
+        daemon.speaks = number(1, 0)
+        assert client.lookup(TOKENS, 8) == EMPTY
+        assert "hicache session ended: version: protocol 1.0 came, this side speaks" in caplog.text
 
 
 def test_a_registration_that_is_slower_than_a_call_goes_on(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from hicache.protocol.messages import (
     Store,
     Welcome,
 )
-from hicache.protocol.version import VERSION
+from hicache.protocol.version import VERSION, text
 from hicache.protocol.wire import decode_daemon, encode
 from hicache_daemon.admission import Tenants
 from hicache_daemon.front import Front
@@ -150,6 +150,18 @@ def test_outside_of_ready_hello_is_refused_and_describe_still_answered(phase: Ph
     desk.say(Describe())
     assert isinstance(desk.last(), Description)
     assert not desk.events
+
+
+def test_a_client_of_another_major_is_told_both_versions() -> None:
+    desk = Desk()
+    header, body = (bytes(frame) for frame in encode(HELLO, 1, 0, 1))
+    desk.front.on_message(b"a", [header[:2] + bytes((1, 0)) + header[4:], body])
+    error = desk.last()
+    assert isinstance(error, Error)
+    assert error.code == ErrorCode.VERSION
+    assert error.message == f"protocol 1.0 came, this side speaks {text(VERSION)}"
+    assert "same hicache release" in error.remedy
+    assert (len(desk.sessions), desk.events) == (0, [])
 
 
 def test_a_session_that_the_state_refuses_leaves_nothing_at_the_desk() -> None:
