@@ -199,6 +199,26 @@ def test_pages_on_disk_are_waited_for_until_the_timeout_and_then_what_is_in_memo
     assert rig.counted(stats.PREFETCHES_LATE) == 1
 
 
+def test_when_nothing_runs_the_end_of_a_prefetch_is_waited_for_a_little() -> None:
+    rig = Rig(lookup_wait_ms=2.0)
+    request = rig.new(prompt=20)
+    ask = rig.scout.answer(16, l3=8)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        rig.clock[0] += 0.0015
+        ask.memory_tokens, ask.prefetching = 16, False
+        return True
+
+    ask.wait_prefetched = wait  # type: ignore[method-assign]
+    assert rig.match(request) == (16, False)
+    assert waits == [0.002]
+    times = rig.tally._stats.times
+    assert stats.quantile_s(times[stats.WAIT_S], 1) == pytest.approx(0.0015, rel=0.2)
+    assert sum(times[stats.HOOK_S].values()) == 2
+
+
 def test_a_prefetch_that_is_through_makes_a_load_inside_the_step() -> None:
     rig = Rig()
     request = rig.new(prompt=20)

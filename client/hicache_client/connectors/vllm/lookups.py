@@ -67,11 +67,17 @@ class Lookups:
         self._ahead: set[str] = set()
         self._said: set[str] = set()
         self._wait_left_s = 0.0
+        self._waited_s = 0.0
         self.begin_step()
 
     def begin_step(self) -> None:
         """The scheduler may wait anew."""
         self._wait_left_s = self._options.lookup_wait_ms / 1e3
+
+    def take_waited(self) -> float:
+        """Seconds waited on purpose since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
     # ---- asking -----------------------------------------------------------------------------------------
 
@@ -131,9 +137,9 @@ class Lookups:
         ask = tracked.ask
         if ask is None:
             return MISS
-        if not ask.done and not (idle and self._wait_a_little(ask)):
+        if not ask.done and not (idle and self._wait_a_little(ask.wait)):
             return self._come_again(tracked)
-        if ask.prefetching and self._wait_for_prefetch(tracked, ask):
+        if ask.prefetching and self._wait_for_prefetch(tracked, ask, idle=idle):
             return LATER
         tracked.asked_at = tracked.prefetch_at = None
         return self._promise(tracked, ask, self.paging)
@@ -148,12 +154,14 @@ class Lookups:
             self._tally.count(stats.LOOKUPS_AGAIN)
         return short or lost
 
-    def _wait_a_little(self, ask: Ask) -> bool:
+    def _wait_a_little(self, wait: Callable[[float], bool]) -> bool:
         if self._wait_left_s <= 0:
             return False
         begun = self._now()
-        done = ask.wait(self._wait_left_s)
-        self._wait_left_s -= self._now() - begun
+        done = wait(self._wait_left_s)
+        waited = self._now() - begun
+        self._wait_left_s -= waited
+        self._waited_s += waited
         return done
 
     def _come_again(self, tracked: Tracked) -> Answer:
@@ -166,7 +174,7 @@ class Lookups:
         self._tally.count(stats.LOOKUPS_LATE)
         return MISS
 
-    def _wait_for_prefetch(self, tracked: Tracked, ask: Ask) -> bool:
+    def _wait_for_prefetch(self, tracked: Tracked, ask: Ask, *, idle: bool) -> bool:
         options, now = self._options, self._now()
         if options.prefetch == "best_effort":
             return False
@@ -177,7 +185,7 @@ class Lookups:
         if options.prefetch == "timeout":
             limit = options.prefetch_base_s + options.prefetch_per_1024_tokens_s * ask.l3_tokens / 1024
         if now - tracked.prefetch_at < limit:
-            return True
+            return not (idle and self._wait_a_little(ask.wait_prefetched))
         self._tally.count(stats.PREFETCHES_LATE)
         return False
 

@@ -1,4 +1,4 @@
-"""What may stand in vLLM's `kv_connector_extra_config`. Every field is documented here; docs/connect/vllm.md is
+"""What may stand in vLLM's `kv_connector_extra_config`. Every field is documented here; the connector's page is
 generated from it."""
 
 import os

@@ -71,7 +71,7 @@ class SchedulerSide:
     ) -> None:
         self._options, self._scout, self._tally, self._now = options, scout, tally, now
         self._write = manner.write
-        self._guard = Guard("scheduler side", lambda hook, seconds: tally.time(stats.HOOK_S, seconds))
+        self._guard = Guard("scheduler side", self._observe)
         self._lookups = Lookups(options, scout, tally, now, read=manner.read, sync_loads=manner.sync_loads)
         self._flights = Flights(tally, now, options.load_timeout_s)
         self._sync_loads = manner.sync_loads
@@ -81,6 +81,12 @@ class SchedulerSide:
         self._running: set[str] = set()  # have blocks and compute
         self._held: dict[str, Tracked] = {}  # finished; vLLM keeps their blocks for us
         self._revoked: set[str] = set()  # gone without being held: whoever reads their blocks must stop
+
+    def _observe(self, hook: str, seconds: float) -> None:
+        waited = self._lookups.take_waited()
+        if waited:
+            self._tally.time(stats.WAIT_S, waited)
+        self._tally.time(stats.HOOK_S, max(0.0, seconds - waited))
 
     # ---- start and end ----------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class Ask:
         self.prefetched = False
         self._scout = scout
         self._answered = threading.Event()
+        self._fetched = threading.Event()
         self._held: tuple[int, ...] = ()  # the clients' lease numbers
         self._refs: tuple[LeaseRef, ...] = ()
         self._sessions: tuple[int, ...] = ()
@@ -109,6 +110,10 @@ class Ask:
     def wait(self, seconds: float) -> bool:
         """Wait for the answer; whether it is there."""
         return self.done or self._answered.wait(seconds)
+
+    def wait_prefetched(self, seconds: float) -> bool:
+        """Wait for the end of the prefetch; whether it has ended, well or not."""
+        return not self.prefetching or self._fetched.wait(seconds)
 
     def release(self) -> None:
         """Give the leases back, now or when they come. Idempotent."""
@@ -354,6 +359,7 @@ class Scout:
                 await self._prefetch(ask)
             finally:
                 ask.prefetching = False
+                ask._fetched.set()
 
     async def _look_up(self, ask: Ask) -> None:
         sessions = self._sessions_now()

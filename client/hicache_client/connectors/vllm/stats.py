@@ -41,7 +41,8 @@ CAUGHT = "caught"  # exceptions that the guard kept from vLLM
 LOOKUP_S = "lookup"  # from asking to the answer
 PREFETCH_S = "prefetch"
 LOAD_S = "load"  # worker: from begin to the last layer
-HOOK_S = "hook"  # scheduler: any one call of a hook
+HOOK_S = "hook"  # scheduler: any one call of a hook, without
+WAIT_S = "wait"  # ... what it waited for an answer on purpose, as nothing else ran
 
 FIRST_BUCKET_S = 1e-6
 BUCKETS_PER_OCTAVE = 4
@@ -196,7 +197,8 @@ _COUNTERS = (
 _TIMES = (
     ("lookup_seconds", LOOKUP_S, "From asking the daemon to its answer."),
     ("load_seconds", LOAD_S, "From the begin of a load to its last layer."),
-    ("scheduler_hook_seconds", HOOK_S, "One call of a hook of the scheduler side."),
+    ("scheduler_hook_seconds", HOOK_S, "One call of a hook of the scheduler side, its wait left out."),
+    ("scheduler_wait_seconds", WAIT_S, "What one call waited for the daemon because no request ran."),
 )
 _PROM_BUCKETS_S = [1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10]
 
