@@ -147,6 +147,20 @@ class Engine:
         tensor = cache[0] if isinstance(cache, list | tuple) else cache
         tensor[list(load.plan.blocks[0])] = 0
 
+    def arm(self, phase: str, pid: int, number: int) -> dict[str, Any]:
+        """At this point of a request's life, once: signal `number` to process `pid`. See phases.py."""
+        from phases import Blow  # noqa: PLC0415
+        from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415
+
+        scheduler = None if self.scheduler is None else self.scheduler.connector._scheduler
+        self.blow = Blow(scheduler, get_kv_transfer_group()._worker, phase, pid, number)
+        return {}
+
+    def disarm(self) -> dict[str, Any]:
+        """The point is taken out; how often it struck."""
+        self.blow.lift()
+        return {"struck": self.blow.struck}
+
     def idle(self) -> bool:
         """No request is left, and every block but the null block is free."""
         if self.scheduler is None:
