@@ -53,7 +53,7 @@ def scheduler_side(vllm_config: Any, options: VllmOptions) -> "SchedulerSide":
     manner = Manner(
         read=transfer.kv_role != "kv_producer",
         write=options.write and transfer.kv_role != "kv_consumer",
-        sync_loads=vllm_config.max_concurrent_batches == 1,
+        sync_loads=getattr(vllm_config, "max_concurrent_batches", 2) == 1,
     )
     return SchedulerSide(options, scout, manner, tally)
 
@@ -356,7 +356,7 @@ class SchedulerSide:
             for name in report.unstored:
                 if (tracked := self._requests.get(name)) is not None:
                     tracked.offer_again()
-        for name in output.failed_recving or ():
+        for name in getattr(output, "failed_recving", None) or ():  # younger than the rest of it
             tracked = self._requests.get(name)
             if tracked is not None and tracked.flight is not None:
                 self._flights.fail(tracked.flight.load, self._everybody())
