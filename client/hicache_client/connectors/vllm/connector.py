@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.v1.metrics.stats import CacheHitSource
 
 from hicache.base.errors import HiCacheError
 from hicache.spec.model import ShardSpec
@@ -39,6 +38,7 @@ from .worker import Place, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import CacheHitSource
 
 _log = logging.getLogger("hicache.vllm")
 
@@ -270,10 +270,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> "dict[CacheHitSource, int]":
         """Tokens by tier: HOST is the daemon's memory, DISK its disk."""
         if self._scheduler is None:
             return {}
+        from vllm.v1.metrics.stats import CacheHitSource  # noqa: PLC0415 - 0.31 has none, and never calls this
+
         split = self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
         return {CacheHitSource(name): n for name, n in split.items()}
 
