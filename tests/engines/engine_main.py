@@ -60,6 +60,7 @@ class Engine:
     def run(self, requests: list[dict[str, Any]], step_s: float = 0.0) -> dict[str, Any]:
         """Answer all requests; aborted ones have what they had until then."""
         outputs: dict[str, Any] = {}
+        said: dict[str, dict[int, Any]] = {}
         waiting, step = sorted(requests, key=lambda each: each.get("arrive", 0)), 0
         aborts = {each["id"]: each["abort"] for each in requests if each.get("abort") is not None}
         while waiting or self.engine.has_unfinished_requests():
@@ -70,6 +71,9 @@ class Engine:
                     del aborts[name]
                     self.engine.abort_request([name])
             for output in self.engine.step():
+                texts = said.setdefault(output.request_id, {})
+                texts.update({each.index: each for each in output.outputs})
+                output.outputs = [texts[index] for index in sorted(texts)]  # some versions tell one at a time
                 outputs[output.request_id] = _plain(output)
             step += 1
             time.sleep(step_s)
@@ -78,8 +82,10 @@ class Engine:
     def _add(self, request: dict[str, Any]) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
 
+        several = request.get("n", 1) > 1
         parameters = SamplingParams(
-            temperature=0,
+            temperature=1.0 if several else 0.0,  # several greedy ones are refused by some versions
+            top_k=1,
             max_tokens=request.get("max_tokens", 8),
             logprobs=2,
             n=request.get("n", 1),
