@@ -1,6 +1,7 @@
 """Starts engines for the tests and speaks to them; compares what they say."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from models import path_of
+from nursery import Born, Nursery
 
 HERE = Path(__file__).parent
 START_S, ANSWER_S = 180.0, 300.0
@@ -27,10 +29,16 @@ EXACT = 2e-3  # float32: other shapes of the same sums
 
 def environment(**changes: str) -> dict[str, str]:
     """For an engine on this machine's CPUs, without a word to the outside."""
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_CI_ENV": "1"}
-    return (
-        os.environ | quiet | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | changes
-    )
+    ours = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",  # it would compile a line of the sampler, for seconds in each process
+    }
+    return os.environ | ours | changes
 
 
 class Engine:
@@ -50,21 +58,16 @@ class Engine:
             "disable_log_stats": False,
             "seed": 0,
         }
-        environ = environment(**arguments.pop("environ", {}))
+        changes = arguments.pop("environ", {})
         settings |= arguments
+        if not settings["enforce_eager"]:
+            changes = changes | {"TORCHDYNAMO_DISABLE": "0"}
         if model != "mla":
             settings.setdefault("block_size", 32)
         if extra is not None:
             settings["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": extra}
         self.log: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_main.py")],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = _fresh(environment(**changes)) if changes else _nursery().bear(environment())
         threading.Thread(target=self._read_log, daemon=True).start()
         self._write(settings)
         self.ready = self._read(START_S)
@@ -81,7 +84,7 @@ class Engine:
 
     def _read(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
-        watch = threading.Timer(seconds, self.process.kill)
+        watch = threading.Timer(seconds, _kill, [self.process])
         watch.start()
         try:
             line = self.process.stdout.readline()
@@ -122,7 +125,7 @@ class Engine:
 
     def kill(self) -> None:
         """kill -9."""
-        self.process.send_signal(signal.SIGKILL)
+        _kill(self.process)
         self.process.wait()
 
     def __enter__(self) -> "Engine":
@@ -136,6 +139,28 @@ class Engine:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)
         self.kill()
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    """The one of this test run."""
+    return Nursery(environment())
+
+
+def _fresh(environ: dict[str, str]) -> "subprocess.Popen[str]":
+    """An engine that differs from its first import on, or whose processes start each from the beginning."""
+    command = [sys.executable, str(HERE / "engine_main.py")]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def _kill(process: "subprocess.Popen[str] | Born") -> None:
+    """It and its children."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class EngineEnded(Exception):

@@ -25,7 +25,9 @@ def main() -> None:
         if command["op"] == "exit":
             break
         print(json.dumps(getattr(engine, command.pop("op"))(**command)), file=told)
+    engine.engine.engine_core.shutdown()
     print(json.dumps({}), file=told)
+    os._exit(0)  # what is left is seconds of taking modules down
 
 
 class Engine:
