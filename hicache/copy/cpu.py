@@ -6,8 +6,9 @@ blocks is then one assignment between two slices; numpy walks the axes in C with
 docs/internals/copy.md holds the measurements behind each choice.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import gcd
@@ -39,6 +40,9 @@ class _Plan:
     step: int  # bytes between neighbours in L1
     l2_offsets: npt.NDArray[np.int64]
     l1_places: npt.NDArray[np.int64]  # bytes from a layer's first start, ascending
+    pieces: dict[int, list[Runs]] = field(
+        default_factory=dict
+    )  # by pages per piece: waves of one width have the same
 
 
 def _plan(geometry: GroupGeometry, transfer: Transfer, arena_bytes: int, pool_bytes: int) -> _Plan:
@@ -92,7 +96,7 @@ def _even_spans(offsets: tuple[int, ...], low: int, high: int) -> Iterator[tuple
 def _pieces(runs: Runs, pages: int) -> Iterator[Runs]:
     """Cut `runs`, none longer than `pages`, where `pages` pages are full: no piece is longer than twice that."""
     piece = (np.cumsum(runs.count) - 1) // pages
-    cuts = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(piece)]
+    cuts = [0, *(np.flatnonzero(piece[1:] != piece[:-1]) + 1).tolist(), len(piece)]
     for low, high in pairwise(cuts):
         yield Runs(runs.l2[low:high], runs.l1[low:high], runs.count[low:high])
 
@@ -127,15 +131,15 @@ class CpuMover:
                 raise HiCacheError(ErrorCode.OUT_OF_RANGE, f"group {transfer.group} of {len(geometry)}")
         plans = [_plan(geometry[t.group], t, len(self._arena), len(pool)) for t in transfers]
         order = sorted(layer for group in geometry for layer in group.layers)
-        rank = {layer: i for i, layer in enumerate(order)}
+        ranks = [[bisect_left(order, layer) for layer in plan.geometry.layers] for plan in plans]  # ascending
         smallest = min((plan.geometry.block_layer_bytes for plan in plans), default=0)
         share.running()
         step, mine = 0, share.claim()
         for low, high in layer_waves(len(order), smallest):
-            for plan in plans:
-                layers = [i for i, layer in enumerate(plan.geometry.layers) if low <= rank[layer] < high]
-                if layers and len(plan.l1_places):  # ascending, so the range is without gaps
-                    for move in self._wave(pool, plan, (layers[0], layers[-1] + 1), to_l1):
+            for plan, rank in zip(plans, ranks, strict=True):
+                layers = bisect_left(rank, low), bisect_left(rank, high)
+                if layers[0] < layers[1] and len(plan.l1_places):
+                    for move in self._wave(pool, plan, layers, to_l1):
                         if step == mine:
                             if share.revoked():
                                 raise HiCacheError(ErrorCode.TRANSFER_FAILED, "revoked")
@@ -148,8 +152,10 @@ class CpuMover:
         """The steps of some layers of one group."""
         bytes_per_block = (layers[1] - layers[0]) * plan.geometry.block_layer_bytes
         pages = max(1, self._step_bytes // bytes_per_block)
-        runs = coalesce(plan.l2_offsets, plan.l1_places, (plan.block_bytes, plan.step), pages)
-        pieces = list(_pieces(runs, pages))
+        pieces = plan.pieces.get(pages)
+        if pieces is None:
+            runs = coalesce(plan.l2_offsets, plan.l1_places, (plan.block_bytes, plan.step), pages)
+            pieces = plan.pieces[pages] = list(_pieces(runs, pages))
         for low, high, stride in _even_spans(plan.geometry.layer_offsets, *layers):
             l1, l2 = self._views(pool, plan, (low, high), stride)
             for piece in pieces:

@@ -29,9 +29,13 @@ def coalesce(l2_offsets: Int64s, l1_places: Int64s, steps: tuple[int, int], max_
     """
     n = len(l2_offsets)
     starts_run = np.ones(n, dtype=np.bool_)
-    np.logical_or(np.diff(l2_offsets) != steps[0], np.diff(l1_places) != steps[1], out=starts_run[1:])
+    apart = (l2_offsets[1:] - l2_offsets[:-1] != steps[0]) | (l1_places[1:] - l1_places[:-1] != steps[1])
+    starts_run[1:] = apart
     # Breaking at multiples of max_count of the *input* position is one line and bounds every run; a run that
     # begins between two multiples is then cut once more than needed, which costs one call.
     starts_run[::max_count] = True
     first = np.flatnonzero(starts_run)
-    return Runs(l2_offsets[first], l1_places[first], np.diff(first, append=n))
+    count = np.empty_like(first)
+    np.subtract(first[1:], first[:-1], out=count[:-1])
+    count[-1:] = n - first[-1:]
+    return Runs(l2_offsets[first], l1_places[first], count)
