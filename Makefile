@@ -63,6 +63,7 @@ bench: $(STAMP)  ## figures of this machine, as JSON files in build/bench
 	$(BIN)/hicache bench index --out build/bench/index.json
 	$(BIN)/hicache bench copy --out build/bench/copy.json
 	$(BIN)/hicache bench control --out build/bench/control.json
+	$(BIN)/hicache bench transfer --out build/bench/transfer.json
 
 wheel: $(STAMP)  ## dist/hicache-*.whl
 	$(BIN)/python -m hatchling build --target wheel

@@ -7,11 +7,10 @@ COPY_BYTES in all, by as many threads as the daemon is configured with by defaul
 """
 
 import contextlib
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hicache_client.options import ClientOptions
 from hicache_client.pool import SharedPool
 from hicache_client.sync import Client
 from hicache_client.sync_handles import LoadHandle
+from hicache_daemon.bench.children import daemon_command, process
 from hicache_daemon.bench.report import Case, Progress
 from hicache_daemon.runtime_dir import LIFELINE_NAME
 
@@ -78,8 +78,8 @@ def run(quick: bool, progress: Progress) -> list[Case]:
         page_bytes = model.groups[0].block_bytes()
         arena_bytes = -(-(PAGES + 64) * page_bytes // (64 << 20)) * (64 << 20)
         progress(f"starting a daemon with {arena_bytes >> 20} MiB of L2")
-        stack.enter_context(_process(_daemon_command(folder, arena_bytes), folder / "daemon.log"))
-        stack.enter_context(_process(_echo_command(folder / "echo.sock"), folder / "echo.log"))
+        stack.enter_context(process(daemon_command(folder, arena_bytes), folder / "daemon.log"))
+        stack.enter_context(process(_echo_command(folder / "echo.sock"), folder / "echo.log"))
         pool = SharedPool(layout.pool_bytes, pretouch=True)
         stack.callback(pool.close)
         options = ClientOptions(runtime_dir=folder, engine="bench")
@@ -193,31 +193,8 @@ def _await_file(path: Path) -> None:
         time.sleep(0.01)
 
 
-def _daemon_command(folder: Path, arena_bytes: int) -> list[str]:
-    command = [sys.executable, "-c", "from hicache_daemon.cli.app import serve_main; serve_main()"]
-    for override in (f"server.runtime_dir={folder}", f"l2.size={arena_bytes >> 20}MiB", "server.log_level=warning"):
-        command += ["--set", override]
-    return command
-
-
 def _echo_command(path: Path) -> list[str]:
     return [sys.executable, "-m", "hicache_daemon.bench.control", str(path)]
-
-
-@contextlib.contextmanager
-def _process(command: list[str], log: Path) -> Iterator[None]:
-    """A child that ends with the block."""
-    with log.open("wb") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            yield
-        finally:
-            child.terminate()
-            try:
-                child.wait(ANSWER_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
 
 
 def serve_echo(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`hicache bench index | copy | control`: figures of this machine, each beside what the machine allows."""
+"""`hicache bench index | copy | control | transfer`: figures of this machine, each beside what the machine allows."""
 
 import importlib
 import os
@@ -17,15 +17,25 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON report to this file, too.")
 ]
 
+BesideOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--beside-lmcache",
+        metavar="FOLDER",
+        help="Measure LMCache's server, too, with its own benchmark; FOLDER holds its program `lmcache`.",
+    ),
+]
 
-def _run(name: str, quick: bool, out: Path | None, as_json: bool) -> None:
+
+def _run(name: str, quick: bool, out: Path | None, as_json: bool, **more: object) -> None:
+    """`more`: what else the benchmark's `run` takes."""
     import json
 
     from hicache_daemon.bench.report import report
 
     _check_out(out, as_json)
     module = importlib.import_module(f"hicache_daemon.bench.{name}")
-    data = report(name, module.run(quick, progress_line))
+    data = report(name, module.run(quick, progress_line, **more))
     if as_json:
         emit(data)
     else:
@@ -85,3 +95,17 @@ def copy(quick: QuickOption = False, out: OutOption = None, as_json: JsonOption 
 def control(quick: QuickOption = False, out: OutOption = None, as_json: JsonOption = False) -> None:
     """Lookup round trips to a real daemon, idle and while it copies."""
     _run("control", quick, out, as_json)
+
+
+@app.command()
+def transfer(
+    quick: QuickOption = False,
+    out: OutOption = None,
+    beside_lmcache: BesideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """A prompt of 2,048 tokens (268 MB) to a real daemon and back, against a plain copy of the same bytes."""
+    if beside_lmcache is not None and not (beside_lmcache / "lmcache").exists():
+        text = f"--beside-lmcache {beside_lmcache}: there is no program 'lmcache' in it"
+        fail("usage", text, "name the bin folder of an environment with LMCache", as_json, EXIT_USAGE)
+    _run("transfer", quick, out, as_json, beside_lmcache=beside_lmcache)
