@@ -11,7 +11,7 @@ ENGINES := .venv-engines
 ENGINES_STAMP := $(ENGINES)/.installed
 ENGINE_TESTS ?= tests/engines
 
-.PHONY: help install demo test test-engines lint format docs bench wheel clean
+.PHONY: help install demo test test-engines lint format docs bench bench-engines wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ bench: $(STAMP)  ## figures of this machine, as JSON files in build/bench
 	$(BIN)/hicache bench copy --out build/bench/copy.json
 	$(BIN)/hicache bench control --out build/bench/control.json
 	$(BIN)/hicache bench transfer --out build/bench/transfer.json
+
+bench-engines: $(ENGINES_STAMP)  ## figures of vLLM with the cache, as build/bench/vllm.json; about 10 minutes
+	$(ENGINES)/bin/python tests/engines/bench_vllm.py
 
 wheel: $(STAMP)  ## dist/hicache-*.whl
 	$(BIN)/python -m hatchling build --target wheel

@@ -1,12 +1,13 @@
 """LMCache's server beside ours: its own benchmark client, the same shape of KV, in the same run."""
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,29 +45,48 @@ def measure_peer(folder: Path, shape: str, tokens: int, room: tuple[int, int], p
 
 def _measure(program: Path, mode: str, shape: str, size: tuple[int, int, int], progress: Progress) -> Peer:
     tokens, memory_bytes, rounds = size
-    environ = os.environ | SILENT
-    requests, http, metrics = _free_ports(3)
-    shared = f"hicache-bench-{os.getpid()}"
-    server = [str(program), "server", "--host", "127.0.0.1", "--port", str(requests), "--http-host", "127.0.0.1"]
-    server += ["--http-port", str(http), "--prometheus-port", str(metrics), "--eviction-policy", "LRU"]
-    server += ["--l1-size-gb", f"{max(1.0, memory_bytes / (1 << 30)):g}", "--max-workers", "2"]
-    server += ["--supported-transfer-mode", "auto", "--shm-name", shared]
-    bench = [str(program), "bench", "server", "--rpc-url", f"tcp://127.0.0.1:{requests}"]
-    bench += ["--url", f"http://127.0.0.1:{http}", "--mode", "cpu", "--transfer-mode", mode]
-    bench += ["--kvcache-shape-spec", shape, "--num-tokens", str(tokens), "--start", "0", "--end", str(2 * rounds)]
-    bench += ["--interval", "0.1", "--format", "json"]
     progress(f"LMCache, {mode}: {2 * rounds} rounds")
-    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as name:
-        log, out = Path(name) / "server.log", Path(name) / "bench.json"
-        try:
-            with process(server, log, environ) as child:
-                _await_port(requests, child, log)
-                with process([*bench, "--output", str(out)], Path(name) / "bench.log", environ) as client:
-                    _await_end(client, Path(name) / "bench.log")
-        finally:
-            for left in Path("/dev/shm").glob(f"*{shared}*"):  # it leaves its memory behind
-                left.unlink(missing_ok=True)
+    with (
+        lmcache_server(program, memory_bytes) as server,
+        tempfile.TemporaryDirectory(prefix="hicache-bench-") as name,
+    ):
+        log, out = Path(name) / "bench.log", Path(name) / "bench.json"
+        bench = [str(program), "bench", "server", "--rpc-url", f"tcp://127.0.0.1:{server.port}"]
+        bench += ["--url", f"http://127.0.0.1:{server.http_port}", "--mode", "cpu", "--transfer-mode", mode]
+        bench += ["--kvcache-shape-spec", shape, "--num-tokens", str(tokens)]
+        bench += ["--start", "0", "--end", str(2 * rounds), "--interval", "0.1"]
+        bench += ["--format", "json", "--output", str(out)]
+        with process(bench, log, os.environ | SILENT) as client:
+            _await_end(client, log)
         return peer_of(mode, json.loads(out.read_text()))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a running `lmcache server` listens, on 127.0.0.1."""
+
+    port: int
+    http_port: int
+
+
+@contextlib.contextmanager
+def lmcache_server(program: Path, memory_bytes: int) -> Iterator[Server]:
+    """`lmcache server` with so much shared memory. Raises `HiCacheError` if it does not come up."""
+    port, http_port, metrics_port = free_ports(3)
+    shared = f"hicache-bench-{os.getpid()}-{port}"
+    command = [str(program), "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1"]
+    command += ["--http-port", str(http_port), "--prometheus-port", str(metrics_port), "--eviction-policy", "LRU"]
+    command += ["--l1-size-gb", f"{max(1.0, memory_bytes / (1 << 30)):g}", "--max-workers", "2"]
+    command += ["--supported-transfer-mode", "auto", "--shm-name", shared]
+    try:
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-") as name:
+            log = Path(name) / "server.log"
+            with process(command, log, os.environ | SILENT) as child:
+                await_port(port, child, log)
+                yield Server(port, http_port)
+    finally:
+        for left in Path("/dev/shm").glob(f"*{shared}*"):  # it leaves its memory behind
+            left.unlink(missing_ok=True)
 
 
 def peer_of(mode: str, report: Mapping[str, Any]) -> Peer:
@@ -80,7 +100,7 @@ def peer_of(mode: str, report: Mapping[str, Any]) -> Peer:
     return Peer(mode, store, retrieve, lookup)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
@@ -92,7 +112,8 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def _await_port(port: int, child: "subprocess.Popen[bytes]", log: Path) -> None:
+def await_port(port: int, child: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Until the child listens there. Raises `HiCacheError` with the end of its log if it does not."""
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and child.poll() is None:
         try:
@@ -101,7 +122,7 @@ def _await_port(port: int, child: "subprocess.Popen[bytes]", log: Path) -> None:
             time.sleep(0.1)
         else:
             return
-    raise HiCacheError(ErrorCode.TIMEOUT, f"LMCache's server did not come up: {_end_of(log)}")
+    raise HiCacheError(ErrorCode.TIMEOUT, f"the server did not come up: {_end_of(log)}")
 
 
 def _await_end(child: "subprocess.Popen[bytes]", log: Path) -> None:
