@@ -317,3 +317,29 @@ def test_giving_up_leaves_nothing_behind() -> None:
     assert storing.revoked
     assert loading.settled, "or the memory is severed"
     assert rig.side.block_ids_with_load_errors() == {2, 3}
+
+
+def test_results_that_are_asked_for_before_the_save_hold_the_steps_failed_loads() -> None:
+    """So vLLM does with speculative decoding. Told a step later, the request's wrong tokens would be out."""
+    rig = Rig(Handle(layers=0, failed=True, settled=True))
+    plan = step(load())
+    rig.side.start_load_kv(plan)
+    rig.side.wait_for_layer_load("a")
+    rig.side.transfer_results(plan)
+    assert rig.side.block_ids_with_load_errors() == {2, 3}
+    report = rig.side.take_report()
+    assert report is not None
+    assert report.failed == {1}
+    rig.side.wait_for_save(plan)
+    assert rig.side.take_report() is None, "a step ends once"
+
+
+def test_results_that_are_asked_for_before_the_save_keep_blocks_that_are_about_to_be_stored() -> None:
+    handle = Handle()
+    rig = Rig(stores=(handle,))
+    plan = step(stores=(store(),), held=frozenset({"r1"}))
+    assert rig.side.transfer_results(plan)[0] == set(), "its last store reads them"
+    rig.side.wait_for_save(plan)
+    assert len(rig.did("store")) == 1
+    handle.settled = handle.done = True
+    assert rig.side.transfer_results(plan)[0] == {"r1"}

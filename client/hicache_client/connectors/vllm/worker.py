@@ -129,6 +129,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._report = WorkerReport()
         self._received: set[str] = set()
+        self._saved: StepPlan | None = None  # the step that has been ended
         self._not_received: set[str] = set()
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="hicache-keeper", daemon=True)
@@ -299,7 +300,14 @@ class WorkerSide:
     # ---- stores -----------------------------------------------------------------------------------------
 
     def wait_for_save(self, plan: StepPlan) -> None:
-        """Offer what this step completed. Waits for loads that no layer waited for, and for no store."""
+        """Offer what this step completed. Waits for loads that no layer waited for, and for no store.
+
+        With speculative decoding vLLM asks for the step's results before it calls this: whichever comes first ends
+        the step. Else failed loads would be reported a step late, when their tokens are out, and blocks would be given
+        back before their last store had begun to read them."""
+        if plan is self._saved:
+            return
+        self._saved = plan
         self._finish_sync()
         for store in plan.stores:
             self._offer(store)
@@ -354,6 +362,8 @@ class WorkerSide:
 
     def transfer_results(self, plan: StepPlan | None) -> tuple[set[str], set[str], set[str]]:
         """(held requests whose blocks are free, requests received, of those the ones whose load failed)."""
+        if plan is not None:
+            self.wait_for_save(plan)
         if self._stores or self._async:
             self._client.poll()
         self._look_at_async()
@@ -385,6 +395,7 @@ class WorkerSide:
         """Something broke while transfers were looked at: nothing is read, all that is loaded has failed, and vLLM
         gets every block back that it waits for."""
         self.revoke_all()
+        self.end_sync()
         for number, load in list(self._async.items()):
             self._fail(load)
             self._receive(number, load)
