@@ -33,6 +33,7 @@ class Setting:
     connector: dict[str, Any] | None = None
     environ: dict[str, str] = field(default_factory=dict)
     wait_s: float = 0.0
+    import_first: tuple[str, ...] = ()
 
 
 class Contender:
@@ -52,6 +53,7 @@ class Contender:
             "block_size": block,
             "disable_log_stats": False,
             "seed": 0,
+            "import_first": setting.import_first,
         }
         if setting.connector is not None:
             arguments["kv_transfer_config"] = {"kv_role": "kv_both"} | setting.connector
@@ -150,7 +152,8 @@ def lmcache(folder: Path) -> Iterator[Setting]:
     with lmcache_server(folder / "lmcache", PEER_BYTES) as server:
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
         connector = {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
-        yield Setting("lmcache", folder / "python", connector, SILENT, wait_s=0.5)
+        first = ("lmcache.integration.vllm.lmcache_mp_connector",)
+        yield Setting("lmcache", folder / "python", connector, SILENT, wait_s=0.5, import_first=first)
 
 
 @contextlib.contextmanager

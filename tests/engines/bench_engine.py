@@ -1,9 +1,11 @@
 """One vLLM for bench_vllm.py, in a process of its own and under any interpreter that has vLLM. Nothing of ours is
 needed unless the connector's times are asked for.
 
-Over its standard streams, one JSON object a line: first the arguments of `LLM`, then commands.
+Over its standard streams, one JSON object a line: first the arguments of `LLM`, and as
+`import_first` modules that are to be there before it, then commands.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -18,6 +20,9 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     from vllm import LLM, __version__  # noqa: PLC0415 - after the streams are ours
 
+    for name in arguments.pop("import_first", []):
+        importlib.import_module(name)
+    sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM looks into all modules, and falls over this one's objects
     engine = Engine(LLM(**arguments))
     print(json.dumps({"version": __version__}), file=told)
     for line in sys.stdin:

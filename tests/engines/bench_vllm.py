@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from bench_contenders import (  # noqa: E402
     Contender,
     ContenderError,
     PeerAbsentError,
+    Setting,
     alone,
     hicache,
     lmcache,
@@ -41,14 +41,16 @@ from tests.daemon_harness import DaemonProcess  # noqa: E402
 BUILD = Path(__file__).parents[2] / "build" / "bench"
 HITS = 3  # of each prompt
 PEER_PROMPTS = 3  # of each length, for the neighbours
-LONG, LONG_PROMPTS = 4096, 3  # of the longest there are fewer
+LONG, LONG_PROMPTS, LONG_PEER_PROMPTS = 4096, 3, 2  # of the longest there are fewer
+MOONCAKE_BLOCK = 128  # and it gets no long ones: it is far from the others, and time is short
 DECODE_BLOCK, DECODE_TOKENS, DECODE_PROMPT, DECODE_ROUNDS = 32, 128, 64, 3
 DECODE_SEQUENCES = (1, 4)
+OURS = ("vllm", "hicache")
 SESSIONS = 2  # of one engine: its scheduler and its worker
 WAIT_S = 30.0
 # for the estimate: seconds of a miss by tokens, of a start, of decoding
 MISS_S = {512: 1.1, 1024: 2.6, 2048: 5.6, 4096: 14.5}
-ENGINE_S, DECODE_S = 16.0, 20.0
+ENGINE_S, DECODE_S, DAEMON_S = 18.0, 20.0, 15.0
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,27 @@ class Plan:
         """Prompts of a length."""
         return min(self.prompts, LONG_PROMPTS) if length >= LONG else self.prompts
 
+    def peer_count(self, name: str, length: int) -> int:
+        """Prompts of a length for a neighbour."""
+        if length >= LONG:
+            return 0 if name == "mooncake" else min(self.count(length), LONG_PEER_PROMPTS)
+        return min(self.count(length), PEER_PROMPTS)
+
+    def peers(self, block: int) -> list[str]:
+        """Neighbours that are asked for."""
+        found = ["lmcache"] if self.lmcache is not None else []
+        return found + (["mooncake"] if self.mooncake is not None and block == MOONCAKE_BLOCK else [])
+
     def estimate_s(self) -> float:
         """About how long it takes on the machine of the figures on record."""
-        once = {n: MISS_S.get(n, n / 280) for n in self.lengths}
-        ours = sum(2 * self.count(n) * seconds for n, seconds in once.items())
-        theirs = sum(min(PEER_PROMPTS, self.count(n)) * seconds for n, seconds in once.items())
-        peers = [each for each in (self.lmcache, self.mooncake) if each is not None]
-        decoding = 2 * DECODE_ROUNDS * DECODE_S if self.decode else 0.0
-        per_block = ours + len(peers) * theirs + (2 + len(peers)) * ENGINE_S + 15
-        return len(self.blocks) * per_block + decoding
+        once = {n: MISS_S.get(n, n / 350) for n in self.lengths}
+        hits = 0.3 * 2 * HITS  # with the pauses between them
+        total = 2 * DECODE_ROUNDS * DECODE_S if self.decode and DECODE_BLOCK in self.blocks else 0.0
+        for block in self.blocks:
+            total += 2 * ENGINE_S + DAEMON_S + sum(2 * self.count(n) * (s + hits) for n, s in once.items())
+            for name in self.peers(block):
+                total += ENGINE_S + sum(self.peer_count(name, n) * (s + hits) for n, s in once.items())
+        return total
 
 
 class Samples:
@@ -139,7 +153,7 @@ class Round:
         """One prompt on every engine."""
         prompt, said = self.words(length), {}
         for engine in self.in_turn():
-            if engine.name not in ("vllm", "hicache") and number >= PEER_PROMPTS:
+            if engine.name not in OURS and number >= self.plan.peer_count(engine.name, length):
                 continue
             key = (engine.name, length, self.block)
             said[engine.name] = [self.samples.add(("miss", *key), engine.generate(prompt))]
@@ -160,6 +174,8 @@ class Round:
         """The newest miss and hits of each engine."""
         parts = []
         for engine in self.engines:
+            if ("miss", engine.name, length, self.block) not in self.samples.seconds:
+                continue
             miss, hits = (self.samples.seconds[(what, engine.name, length, self.block)] for what in ("miss", "hit"))
             shown = " ".join(f"{each * 1e3:.0f}" for each in hits[-HITS:])
             parts.append(f"{engine.name} {miss[-1] * 1e3:.0f} → {shown}")
@@ -191,7 +207,7 @@ class Round:
         for number in range(DECODE_ROUNDS):
             for sequences in DECODE_SEQUENCES:
                 prompts, said = [self.words(DECODE_PROMPT) for _ in range(sequences)], []
-                for engine in [each for each in self.in_turn() if each.name in ("vllm", "hicache")]:
+                for engine in [each for each in self.in_turn() if each.name in OURS]:
                     key = ("decode", engine.name, sequences, self.block)
                     said.append(self.samples.add(key, engine.generate(*prompts, max_tokens=DECODE_TOKENS)))
                     engine.forget()
@@ -220,7 +236,8 @@ def measure_block(plan: Plan, block: int, model: Path, samples: Samples, root: P
         for setting in (alone(), hicache(daemon.runtime_dir)):
             one.engines.append(stack.enter_context(Contender(setting, model, block)))
         samples.version = one.engines[0].version
-        for name, make in peers(plan, root):
+        for name in plan.peers(block):
+            make = make_peer(plan, name, root)
             try:
                 one.engines.append(stack.enter_context(peer(make, model, block)))
             except PeerAbsentError as error:
@@ -236,16 +253,13 @@ def measure_block(plan: Plan, block: int, model: Path, samples: Samples, root: P
         samples.times.append(one.engine("hicache").ask("times"))
 
 
-def peers(plan: Plan, root: Path) -> Iterator[tuple[str, Any]]:
-    """Neighbours that were asked for."""
-    if plan.lmcache is None:
-        say("without LMCache: --lmcache names the bin folder of its environment")
-    else:
-        yield "LMCache", lmcache(plan.lmcache)
-    if plan.mooncake is None:
-        say("without Mooncake: --mooncake names the bin folder of its environment")
-    else:
-        yield "Mooncake", mooncake(plan.mooncake, root)
+def make_peer(plan: Plan, name: str, root: Path) -> contextlib.AbstractContextManager[Setting]:
+    """A neighbour's server and how to start an engine with it."""
+    if name == "lmcache":
+        assert plan.lmcache is not None
+        return lmcache(plan.lmcache)
+    assert plan.mooncake is not None
+    return mooncake(plan.mooncake, root)
 
 
 def cases_of(samples: Samples) -> list[Case]:
@@ -356,6 +370,9 @@ def main() -> int:
         return 0
     blocks, lengths = ([int(each) for each in text.split(",")] for text in (told.blocks, told.lengths))
     plan = Plan(tuple(blocks), tuple(lengths), told.prompts, told.lmcache, told.mooncake, not told.no_decode)
+    for name, folder in (("lmcache", plan.lmcache), ("mooncake", plan.mooncake)):
+        if folder is None:
+            say(f"without {name}: --{name} names the bin folder of its environment")
     say(f"about {plan.estimate_s() / 60:.0f} minutes, once the model is there; load average {os.getloadavg()[0]:.1f}")
     BUILD.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
