@@ -303,8 +303,8 @@ class WorkerSide:
         """Offer what this step completed. Waits for loads that no layer waited for, and for no store.
 
         With speculative decoding vLLM asks for the step's results before it calls this: whichever comes first ends
-        the step. Else failed loads would be reported a step late, when their tokens are out, and blocks would be given
-        back before their last store had begun to read them."""
+        the step. Else failed loads would be reported a step late, when their tokens are out, and blocks would be
+        given back before their last store had begun to read them."""
         if plan is self._saved:
             return
         self._saved = plan
