@@ -37,10 +37,9 @@ class Setting:
 
 
 class Contender:
-    """One vLLM process. A context manager: it is killed at the end."""
+    """One vLLM process, that starts by itself until `await_ready`. A context manager: it is killed at the end."""
 
     def __init__(self, setting: Setting, model: Path, block: int) -> None:
-        """Raises `ContenderError` if it does not come up."""
         self.name, self.setting = setting.name, setting
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -63,12 +62,12 @@ class Contender:
         self._log: list[str] = []
         self._process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         threading.Thread(target=self._read_log, daemon=True).start()
-        try:
-            self._write(arguments)
-            self.version: str = self._read(START_S)["version"]
-        except BaseException:
-            self._kill()
-            raise
+        self._arguments = arguments
+        self.version = ""
+
+    def await_ready(self) -> None:
+        """Raises `ContenderError` if it does not come up."""
+        self.version = self._read(START_S)["version"]
 
     def _read_log(self) -> None:
         assert self._process.stderr is not None
@@ -115,6 +114,7 @@ class Contender:
             raise ContenderError(f"{self.name} keeps blocks")
 
     def __enter__(self) -> "Contender":
+        self._write(self._arguments)
         return self
 
     def __exit__(
@@ -183,7 +183,7 @@ def mooncake(folder: Path, scratch: Path) -> Iterator[Setting]:
 
 @contextlib.contextmanager
 def peer(make: contextlib.AbstractContextManager[Setting], model: Path, block: int) -> Iterator[Contender]:
-    """A neighbour's engine and all that it needs. Raises `PeerAbsentError` if it does not come up."""
+    """A neighbour's engine, starting, and what it needs. Raises `PeerAbsentError` if that does not come up."""
     with contextlib.ExitStack() as stack:
         try:
             setting = stack.enter_context(make)

@@ -5,6 +5,7 @@ Over its standard streams, one JSON object a line: first the arguments of `LLM`,
 `import_first` modules that are to be there before it, then commands.
 """
 
+import copy
 import importlib
 import json
 import os
@@ -46,10 +47,18 @@ class Engine:
         def listened(*args: Any, **kwargs: Any) -> Any:
             made = make_stats(*args, **kwargs)
             if made is not None and made.kv_connector_stats:
-                self.stats.append(made.kv_connector_stats)
+                self.stats.append(copy.deepcopy(made.kv_connector_stats))  # vLLM adds the next ones to it
             return made
 
         scheduler.make_stats = listened
+
+    def touch(self) -> dict[str, Any]:
+        """Write to all of the KV cache once, as in an engine that has run for a while: fresh memory is slow."""
+        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        for layer in layers:
+            cache = layer.kv_cache
+            (cache[0] if isinstance(cache, list | tuple) else cache).zero_()
+        return {"layers": len(layers)}
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Greedy answers, the seconds until all were there, and how many tokens of each prompt were not computed."""

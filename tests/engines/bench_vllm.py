@@ -49,8 +49,8 @@ OURS = ("vllm", "hicache")
 SESSIONS = 2  # of one engine: its scheduler and its worker
 WAIT_S = 30.0
 # for the estimate: seconds of a miss by tokens, of a start, of decoding
-MISS_S = {512: 1.1, 1024: 2.6, 2048: 5.6, 4096: 14.5}
-ENGINE_S, DECODE_S, DAEMON_S = 18.0, 20.0, 15.0
+MISS_S = {512: 0.9, 1024: 1.8, 2048: 4.2, 4096: 10.0}
+ENGINE_S, DECODE_S, DAEMON_S = 14.0, 17.0, 15.0
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Plan:
 
     def estimate_s(self) -> float:
         """About how long it takes on the machine of the figures on record."""
-        once = {n: MISS_S.get(n, n / 350) for n in self.lengths}
-        hits = 0.3 * 2 * HITS  # with the pauses between them
+        once = {n: MISS_S.get(n, n / 400) for n in self.lengths}
+        hits = 0.3 * HITS  # with the pauses between them
         total = 2 * DECODE_ROUNDS * DECODE_S if self.decode and DECODE_BLOCK in self.blocks else 0.0
         for block in self.blocks:
             total += 2 * ENGINE_S + DAEMON_S + sum(2 * self.count(n) * (s + hits) for n, s in once.items())
@@ -134,10 +134,22 @@ class Round:
         """The one of this name."""
         return next(each for each in self.engines if each.name == name)
 
+    def await_ready(self) -> None:
+        """They start at the same time. A neighbour that does not come up is left out."""
+        for engine in list(self.engines):
+            try:
+                engine.await_ready()
+            except ContenderError as error:
+                if engine.name in OURS:
+                    raise
+                say(f"without {engine.name}: {str(error)[-1500:]}")
+                self.engines.remove(engine)
+
     def warm_up(self) -> None:
-        """One miss and one hit of each, which do not count: kernels, buffers, connections."""
+        """One miss and one hit of each, which do not count: kernels, buffers, connections, the KV cache's memory."""
         prompt = self.words(512)
         for engine in self.engines:
+            engine.ask("touch")
             for _ in range(2):
                 engine.generate(prompt)
                 engine.forget()
@@ -235,13 +247,14 @@ def measure_block(plan: Plan, block: int, model: Path, samples: Samples, root: P
         one = Round(plan, block, samples, daemon)
         for setting in (alone(), hicache(daemon.runtime_dir)):
             one.engines.append(stack.enter_context(Contender(setting, model, block)))
-        samples.version = one.engines[0].version
         for name in plan.peers(block):
             make = make_peer(plan, name, root)
             try:
                 one.engines.append(stack.enter_context(peer(make, model, block)))
             except PeerAbsentError as error:
                 say(f"without {name}, which did not come up: {str(error)[-1500:]}")
+        one.await_ready()
+        samples.version = one.engines[0].version
         say(f"block {block}: {', '.join(each.name for each in one.engines)} are up")
         one.warm_up()
         one.measure_prompts()
