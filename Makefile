@@ -14,7 +14,7 @@ ENGINE_TESTS ?= tests/engines
 .PHONY: help install demo test test-engines lint format docs bench bench-engines wheel clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## make .venv with everything that development needs
 

@@ -178,19 +178,17 @@ class Round:
         expected = said["vllm"][0]
         self.samples.unequal += sum(each != expected for answers in said.values() for each in answers)
         self.prompts.append((prompt, expected))
-        say(f"block {self.block}, {length} tokens, ms: {self.last(length)}")
+        say(f"block {self.block}, {length} tokens, ms: {self.last(length, list(said))}")
         if self.samples.cached[("hit", "hicache", length, self.block)] != length - 1:
             raise ContenderError(f"hicache did not hit: {self.samples.cached}")
 
-    def last(self, length: int) -> str:
-        """The newest miss and hits of each engine."""
+    def last(self, length: int, names: list[str]) -> str:
+        """The newest miss and hits of these engines."""
         parts = []
-        for engine in self.engines:
-            if ("miss", engine.name, length, self.block) not in self.samples.seconds:
-                continue
-            miss, hits = (self.samples.seconds[(what, engine.name, length, self.block)] for what in ("miss", "hit"))
+        for name in sorted(names):
+            miss, hits = (self.samples.seconds[(what, name, length, self.block)] for what in ("miss", "hit"))
             shown = " ".join(f"{each * 1e3:.0f}" for each in hits[-HITS:])
-            parts.append(f"{engine.name} {miss[-1] * 1e3:.0f} → {shown}")
+            parts.append(f"{name} {miss[-1] * 1e3:.0f} → {shown}")
         return "; ".join(parts)
 
     def await_disk(self, engine: Contender) -> None:
